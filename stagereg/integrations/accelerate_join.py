@@ -142,7 +142,7 @@ def _override_even_batches(loaders: Sequence[Any], even: bool) -> Callable[[], N
     """Override ``even_batches`` as accelerate does; return a function that restores it."""
     sampled = [each.batch_sampler for each in loaders if not isinstance(each, DataLoaderDispatcher)]
     if len(sampled) < len(loaders):
-        warnings.warn("even_batches only affects map-style datasets; dispatched data loaders ignore it", stacklevel=5)
+        warnings.warn("even_batches only affects map-style datasets. Dispatched data loaders ignore it.", stacklevel=5)
     before = [(each, each.even_batches) for each in sampled if hasattr(each, "even_batches")]
     for each, _ in before:
         each.even_batches = even

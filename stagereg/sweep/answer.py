@@ -41,7 +41,7 @@ class Answer:
 
 
 def answer(comparison: Comparison) -> Answer:
-    """Return the best combination with the evidence, or that the runs do not decide which one is best."""
+    """Return the best combination with the evidence, or that no difference is significant."""
     name, best = comparison.ranking.name, comparison.best
     if best is None:
         return _none(comparison)

@@ -42,7 +42,7 @@ class ComparisonRow:
 
     @property
     def status(self) -> str:
-        """``"completed"``, ``"failed"``, ``"unfinished"``, or a count of jobs such as ``"2 of 3 failed"``."""
+        """The status: ``"completed"``, ``"failed"``, ``"unfinished"``, or a count such as ``"2 of 3 failed"``."""
         statuses = [job.status for job in self.jobs]
         status = next((each for each in ("failed", "unfinished") if each in statuses), "completed")
         count = statuses.count(status)
@@ -55,7 +55,7 @@ class ComparisonRow:
         return " ".join([*typed, f"({self.versions})"] if self.versions else typed)
 
     def verdict(self, name: str) -> str:
-        """Return ``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or an empty string, by a metric."""
+        """Return the verdict on a metric: ``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or empty."""
         if not self.cells and self.status != "completed":
             return "unfinished" if self.status == "unfinished" else "failed"
         if self.again:
@@ -208,7 +208,7 @@ def _equal(rows: Sequence[ComparisonRow], name: str) -> float | None:
 
 
 def _judge(rows: Sequence[ComparisonRow], column: Metric, matters: float) -> bool:
-    """Mark the best cell of a column and its ties; return whether all cells tie."""
+    """Set the verdicts of the cells in a column: best and ties. Return whether all cells tie."""
     name = column.name
     candidates = [row.cells for row in rows if row.is_candidate(name)]
     if not column.better or not candidates:

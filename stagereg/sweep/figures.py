@@ -191,7 +191,7 @@ def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
 
 
 def _trained_s(record: RankRecord) -> float:
-    """Return seconds of an attempt from its first to its last step, with the stalls after the last step."""
+    """Return the seconds from the first to the last step of an attempt, plus stalls after the last step."""
     if len(record.steps) < 2:
         return 0.0
     first, last = record.steps[0][1], record.steps[-1][1]

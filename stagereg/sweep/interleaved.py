@@ -248,7 +248,7 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
 
 
 def _expect_one_comparison(config: Any, job: Any, overrides: Sequence[str]) -> None:
-    """Reject a job whose config changes the sweep's comparison, for example by an option of a config group."""
+    """Raise ``SweepError`` if a job's config changes the comparison, for example by an option of a config group."""
     for key in ("sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeats"):
         own, its = (OmegaConf.select(each, key, throw_on_resolution_failure=False) for each in (config, job))
         if own != its:
@@ -259,7 +259,7 @@ def _expect_one_comparison(config: Any, job: Any, overrides: Sequence[str]) -> N
 
 
 def _expect_found(root: Path, directory: str, others: Sequence[str]) -> None:
-    """Reject an output directory in which a report does not find the job."""
+    """Raise ``SweepError`` if a report would not find the job in its output directory."""
     parts = Path(directory).parts
     if not parts or any(part.startswith(".") for part in parts):
         raise SweepError(

@@ -38,7 +38,7 @@ def p_value(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def least_p_value(one: int, other: int) -> float:
-    """Return the probability that all of ``one`` equal runs are better than all of ``other`` runs, or all worse."""
+    """Return the p-value if all of ``one`` runs are better than all of ``other`` runs, or all worse."""
     return min(1.0, 2 / math.comb(one + other, one))
 
 

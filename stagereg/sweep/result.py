@@ -130,7 +130,7 @@ def jobs_in(root: Path) -> list[JobResult]:
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Return the kind of ``directory``: a sweep has Hydra's file or numbered jobs."""
+    """Return whether ``directory`` is a run or a sweep, which has Hydra's sweep file or numbered jobs."""
     if is_job(directory):
         return "run"
     numbered = (one for one in directory.glob("[0-9]*") if decimal(one.name) is not None)

@@ -128,7 +128,7 @@ class Run:
 
     @property
     def attempts(self) -> tuple[Run, ...]:
-        """All attempts in order, ending with this one."""
+        """All attempts in order; this one is the last."""
         return (*self.earlier, self)
 
     @property
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``"completed"``, ``"failed"`` (a rank failed) or ``"unfinished"`` (killed, preempted, or running)."""
+        """The status: ``"completed"``, ``"failed"`` (a rank failed), ``"unfinished"`` (killed, preempted, running)."""
         ends = {record.end["status"] for record in self.ranks if record.end is not None}
         if ends - {"completed", "preempted"}:
             return "failed"
