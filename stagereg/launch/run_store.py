@@ -23,7 +23,7 @@ TIME_TO_END = "time to end"  # key of the seconds that ranks have to exit after 
 
 
 class RunStore:
-    """The rendezvous store of a run, for one rank in one attempt. The launcher uses it as its first rank.
+    """The rendezvous store of a run, for one rank in one attempt. The launcher uses it as its first local rank.
 
     ``store`` is torch's store, with keys of this class only; it fails if its machine fails. ``of_attempt`` holds the
     keys of this attempt, and ``group`` the keys of the process group. ``ended`` is set when this rank's job has ended.

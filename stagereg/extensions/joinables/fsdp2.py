@@ -165,11 +165,11 @@ class Fsdp2Joinable(ReducingJoinable):
         return (param._unsharded_param for param in each if hasattr(param, "_unsharded_param"))
 
     def _on_other_backward(self) -> None:
-        """Refuse ``torch.autograd.grad`` in a plain loop: it gathers parameters from all ranks."""
+        """Reject ``torch.autograd.grad`` in a plain loop, because it gathers parameters from all ranks."""
         self._refuse_in_plain_loop("torch.autograd.grad")
 
     def _on_second_backward(self) -> None:
-        """Refuse a second backward in a plain loop: it runs its own collectives."""
+        """Reject a second backward in a plain loop, because it runs additional collectives."""
         self._refuse_in_plain_loop("a second backward after one forward")
 
     def _refuse_in_plain_loop(self, what: str) -> None:

@@ -47,7 +47,7 @@ class PreemptionConsensus(CheckpointExtension):
 
     name = "preemption"
     _handler: PreemptionHandler
-    _ranks: RankGroup  # with its own process group, which has no other collectives
+    _ranks: RankGroup  # uses a process group of its own, without other collectives
     _requests: OperationLog
 
     def __init__(self, grace_period: datetime.timedelta) -> None:

@@ -35,7 +35,7 @@ class PreemptionLauncher(LaunchExtension):
 
 
 class PreemptionRank(RankExtension):
-    """Lets a rank without a launcher exit with code 75; reports the first step of other ranks to the launcher."""
+    """Lets a process that no launcher started exit with code 75; reports the first step of a rank to its launcher."""
 
     def began(self) -> None:
         if LAUNCHER not in os.environ:  # otherwise the launcher decides

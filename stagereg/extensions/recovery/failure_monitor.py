@@ -63,7 +63,7 @@ class FailureMonitor:
         self._config = Config(rank, name, timeout_s, secret, hub, world_size)
         self._connected: dict[int, str] = {}  # on rank 0: the processes of the ranks that are connected
         self._given_s, self._shortened, self._closed = 0.0, False, False
-        self._is_ready = False  # whether the hub (rank 0's heartbeat process) has accepted this rank, or has failed
+        self._is_ready = False  # whether the wait for the hub (rank 0's heartbeat process) is over
         self._process: subprocess.Popen[bytes] | None = None
         threading.Thread(target=self._keep, name="stagereg-monitor", daemon=True).start()
         with self._changed:

@@ -1,7 +1,7 @@
 """``stagereg ls`` and ``stagereg verify`` of a local tier: the steps on this machine, and the machines with copies.
 
 The argument is the folder of the tier (``tier.dir``), of one run in it, or of one step. The commands read only files of
-this machine, change nothing and take no lock. A step that a run deletes meanwhile is omitted.
+this machine, change nothing and acquire no lock. A step that a run deletes during the command is omitted.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _step(path: str, lineage: Lineage | None, boot: str, look: Callable[[str], o
 
 
 def _part(folder: str, name: str, content: bool) -> _Part | None:
-    """Check a part; return ``None`` if another process deleted the part meanwhile."""
+    """Check a part; return ``None`` if another process deleted the part during the check."""
     part, rank, damages, changed = None, int(name.split("-")[1].split(".")[0]), {}, 0.0
     try:
         changed = os.stat(f"{folder}/{name}").st_mtime

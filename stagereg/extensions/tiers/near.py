@@ -336,7 +336,7 @@ class LocalTier:
         bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
         gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
-        # A machine refuses a part that it already has, so the ranks delete all corrupt copies before they send any.
+        # A machine rejects a part that it already has, so the ranks delete all corrupt copies before they send any.
         drop = functools.partial(self.folder.drop, step.save, gone if self.leads else [])
         self._ranks.run_on_all("Cannot delete corrupt copies of the local tier", drop)
         self._whole = [step.save]

@@ -76,9 +76,9 @@ class Tiering(CheckpointExtension):
             self._newest = step
 
     def completed(self) -> None:
-        """Delete the steps of the tier if the checkpoint directory has the last step; otherwise wait for their copies.
+        """Delete the steps of the tier if the checkpoint directory has the last step; otherwise wait for peer copies.
 
-        Do nothing if the tier has saved no step.
+        Does nothing if the tier has no step of this run.
         """
         stored = self._saves.newest if self._stores else None
         if self.near is None or self._newest is None:
