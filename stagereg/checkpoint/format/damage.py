@@ -86,7 +86,7 @@ def damage_of(error: OSError) -> str:
 
 
 def difference(expected: FileDigest, found: Found) -> str:
-    """Describe the error of a file; empty if size and CRC-32, as far as they were found, are as expected."""
+    """Describe the error of a file; return an empty text if nothing that was checked differs."""
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes
@@ -106,7 +106,7 @@ WHOLE = range(sys.maxsize)  # all bytes of a file of any size
 def share_of_rank(files: Mapping[str, FileDigest], rank: int, size: int) -> dict[str, range]:
     """Return the range of each file that ``rank`` of ``size`` ranks reads; all ranks read the same number of bytes.
 
-    The rank that reads the last expected byte of a file reads on to its end, to detect a file that is too long.
+    The rank that reads the last expected byte of a file also reads all later bytes, to detect a file that is too long.
     """
     names = sorted(files)
     total = sum(files[name].bytes + 1 for name in names)  # one more per file, so that empty files count

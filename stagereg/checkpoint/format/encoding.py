@@ -211,7 +211,8 @@ def _key(key: Any) -> Any:
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
     """Decode the structure of an entry, with a :class:`Leaf` for each tensor and object. Runs no code.
 
-    A value that differs between ranks is that rank's own, or the lowest rank's. Raises: ``CheckpointError``.
+    If a value differs between ranks, return the value of ``rank`` or, without one, of the lowest rank.
+    Raises: ``CheckpointError``.
     """
     try:
         return _decode(tree, name, str(rank), 0)

@@ -144,7 +144,7 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 
 
 def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
-    """Join the JSON of the tables and structures to ``index.json``. Raises: ``CheckpointError`` if it is too large."""
+    """Return ``index.json`` from the JSON of the tables and structures. Raises: ``CheckpointError`` if too large."""
     texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
     data = f'{tensors[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint with the digests of its files, and the names of files and directories. Does no I/O.
 
-A directory is a checkpoint if its manifest is readable and all files exist in their size. A serial number counts
-commits, so the newest checkpoint is the checkpoint committed last, even if the run was resumed from an older step.
+A directory is a checkpoint if its manifest is readable and all files in it exist with the right size. Serial numbers
+count commits, so the newest checkpoint is the one committed last, even if the run was resumed from an older step.
 """
 
 from __future__ import annotations

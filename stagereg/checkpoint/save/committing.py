@@ -357,7 +357,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
 
 
 def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
-    """Raise ``RankMismatchError`` if a rank that has left its loop has stale values, since the join lacks an object."""
+    """Raise ``RankMismatchError`` if the ranks have taken different steps, after some rank has left its loop."""
     if not any(each.follows for each in prepared):
         return
     for name in sorted({name for each in prepared for name in each.taken}):
@@ -372,7 +372,7 @@ def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
 
 
 def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int]) -> Sequence[Sequence[SavePlan]]:
-    """Return the plans without tensors that a rank which has left its loop shares with the other ranks."""
+    """Remove from the plans of ranks that have left their loop the tensors that other ranks have too."""
     if not follows:
         return given
     active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)

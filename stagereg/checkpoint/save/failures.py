@@ -74,7 +74,7 @@ class Failures:
         self._warn(error)
 
     def set_status(self, failed: int | None) -> None:
-        """If failures are warnings, set the failure to report at the end: the step ``failed``, or none for ``None``."""
+        """If failures are warnings, report the failed step ``failed`` at the end of the process; ``None`` clears it."""
         if (earlier := _STATUS.pop(self._where, None)) is not None:
             shutdown.withdraw_error(earlier)
         if self.warns and failed is not None:

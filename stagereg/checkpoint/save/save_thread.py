@@ -139,7 +139,7 @@ class SaveThread:
         return ended
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves of this thread have ended or failed; return False if some run at ``until``."""
+        """Wait until all saves of this thread have ended or failed; return False if one still runs at ``until``."""
         while self._first() is not None and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         return self._first() is None
@@ -185,7 +185,7 @@ class SaveThread:
             if not self._under_way:
                 return None
             first = self._under_way[0]
-            first.until = min(first.until, time.monotonic() + self.timeout_s)  # it may start late
+            first.until = min(first.until, time.monotonic() + self.timeout_s)  # the save may start late
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
                 self.failures.keep_failure(

@@ -55,7 +55,7 @@ class SaveThreads:
         self.last.note_newest(step)
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the last target have ended or failed; return False if some run at ``until``."""
+        """Wait until all saves to the last target have ended or failed; return False if one still runs at ``until``."""
         return self.last.ends_by(until)
 
     @property

@@ -171,7 +171,7 @@ class TensorKind(NamedTuple):
         return cls(x.dtype, shape_of(x))
 
     def fits(self, other: TensorKind, cast: bool) -> bool:
-        """Whether the kinds are equal, or, with ``cast``, have the same shape and both floating-point dtypes."""
+        """Whether the kinds are equal, or, with ``cast``, have the same shape and two floating-point dtypes."""
         floating = cast and self.dtype.is_floating_point and other.dtype.is_floating_point
         return self.shape == other.shape and (self.dtype == other.dtype or floating)
 

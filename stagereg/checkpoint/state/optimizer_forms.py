@@ -17,7 +17,7 @@ from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
 OPTIMIZERS, TENSORS = "optimizers", "tensors"
-BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # keys in ``OPTIMIZERS``, like ``STATE`` there
+BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # keys of the items of ``OPTIMIZERS``, next to ``STATE``
 _DECOUPLED = "decoupled_weight_decay"  # distinguishes AdamW from Adam
 _OF_THE_PARAMETERS = (PARAMS, "param_names")  # lists with one item per parameter; other options are of the group
 

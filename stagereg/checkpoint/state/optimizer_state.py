@@ -273,7 +273,7 @@ def select(
     if absent and isinstance(optimizer, torch.optim.LBFGS):
         raise MissingEntryError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
     source = {name: of for name, of in source.items() if of in group_of}
-    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # others: of other optimizers
+    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # not groups of other optimizers
     _warn_of_one_group(optimizer, [{id(group_of[source[x]]) for x in own if x in source} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
@@ -315,7 +315,7 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
             if key in known and not (known[key] is each or (not any(marks(each)) and known[key] == each)):
                 raise CheckpointError(
                     f"several optimizers or ranks have saved different values of {key!r}, which belongs to no "
-                    "parameter; restore with as many optimizers and ranks"
+                    "parameter; restore with the same number of optimizers and ranks"
                 )
             known[key] = each
     count = len(names.by_parameter)

@@ -1,7 +1,7 @@
 """Writes a file in large pieces, to a disk with ``O_DIRECT`` or to an object store.
 
-With ``O_DIRECT`` the disk reads the program's memory directly: no copy, no CPU time, and no eviction from the page
-cache. The address, offset and length of such a write must be multiples of a block. So small data goes through two
+With ``O_DIRECT`` the disk reads the program's memory directly: no copy, little CPU time, and no page evicted from the
+page cache. The address, offset and length of such a write must be multiples of a block. So small data goes through two
 aligned buffers, whole pages are written directly if they are page-aligned in the file too, and the end of the file goes
 through the page cache. A thread writes while the caller's thread computes the CRC-32; both release the GIL.
 """

@@ -73,7 +73,7 @@ class FileStorage(Storage):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return True: :meth:`reset` decides."""
+        """Return True; :meth:`reset` checks the path."""
         return True
 
     @property

@@ -62,7 +62,7 @@ class Storage(StorageWriter):
 
     @property
     def finished(self) -> bytes | None:
-        """The content of ``.metadata`` from the last ``finish``, empty before it; ``None`` to call it in every save.
+        """The content of ``.metadata`` from the last ``finish``, empty before it; ``None`` if each save must call it.
 
         Unless it is ``None``, ``finish`` must write no other file, and ``finish`` and ``prepare_global_plan`` must be
         deterministic: if all ranks write the same values to the same places as before, the checkpointer writes this

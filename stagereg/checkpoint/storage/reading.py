@@ -80,7 +80,7 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        A value that differs between ranks is that rank's own, or the lowest rank's. Raises: ``CheckpointError``.
+        ``rank`` is as in :func:`.encoding.decode`. Raises: ``CheckpointError``.
         """
         found = encoding.decode(self.index.state[name], self._saved_names.get(name, name), rank)
         for leaf in encoding.marks(found):
