@@ -69,6 +69,8 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
     assert Path(directory, "latest").exists()
     assert "Traceback" not in ended.stderr
     assert "stopped by" not in ended.stderr
+    printed = ended.stdout + ended.stderr
+    assert [printed.count(each) for each in ("received SIGTERM", "is saved", "newest valid")] == [1, 1, 0]
     job = JobResult.of_directory(Path(directory).parent)
     assert job.status == "unfinished"
     assert re.match(f"rank [01]: preempted by SIGTERM: step {step} is saved in /", str(job.error))

@@ -91,6 +91,8 @@ def test_the_emergency_save_says_that_a_resume_is_not_exact_and_leaves_the_exact
         f"Rank 0 saved step 7, in {killed.root}/step-00000007; missing from rank 1: random numbers. A resume from "
         "this step is not exact; with checkpoint.restore.exact=true the run resumes from step 5 instead."
     ) in killed.ended.stderr
+    first, *_, last = killed.ended.stderr.splitlines()
+    assert (first, last) == ("rank 1: killed by SIGKILL", "To resume, run the same command.")
     assert sorted(each.name for each in killed.root.glob("step-*")) == ["step-00000005", "step-00000007"]
 
 
