@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 transformers_train.py --output-dir runs/hf --steps 12
 
 Stop the run with SIGTERM or kill it. The next run resumes from the newest valid checkpoint, and its weights have the
-same digest as those of an uninterrupted run. The model comes from a config and the data from a seed, without downloads.
+same digest as after an uninterrupted run. The model comes from a config and the data from a seed, without downloads.
 """
 
 import argparse

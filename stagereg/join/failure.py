@@ -36,7 +36,7 @@ from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
 _GRACE_S = 2.0  # maximum interval between two statuses of a rank that is alive
 _BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in ``_GRACE_S``
-_MERCY_S = 0.6  # seconds for a rank to leave by itself after a failure, since all ranks may raise the same error
+_MERCY_S = 0.6  # seconds that a rank has to leave after a failure, because all ranks may raise the same error
 _ANSWER_S = 1.0  # seconds that the program waits for the thread's rendezvous store calls and other ranks' reports
 _TURN_S = 0.2
 _LONGEST = 1000  # maximum length of a rank's error in messages of other ranks

@@ -1,13 +1,12 @@
-"""Runs programs as ``python -c`` does, each in a fork of one process that has imported torch, which takes seconds.
+"""Runs programs like ``python -c``, in forks of one process that has imported torch, because the import takes seconds.
 
-The workers of one pytest share the process, which imports when the first of them connects.
+The workers of one pytest run share this process, which imports torch when the first worker connects.
 
-A program ends as in any interpreter, with all that runs at the end of a process; torch computes on one thread. It must
-not ask whether a module has been imported; the names of the modules that this file imports are there.
+A program terminates like any interpreter, including its exit handlers. torch uses one thread. The program must not
+check whether a module was imported, because the modules that this file imports are already in ``sys.modules``.
 
 If a program starts ranks, the launcher can fork the ranks too, from a second fork of the same process, as it forks the
-ranks of a restart. The parent of such a rank is not the launcher, whose
-id is in ``FORKED_BY``.
+ranks of a restart. The launcher is not the parent of such a rank; its process ID is in ``FORKED_BY``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from typing import Any
 from stagereg.base.providers import has
 
 _IMPORTED = ["hydra", "torch.distributed.checkpoint", "torch.distributed.run", "stagereg.assembly"]
-_IMPORTED += ["torch._dynamo"]  # which an optimizer asks for in its first step
+_IMPORTED += ["torch._dynamo"]  # an optimizer imports it in its first step
 _IMPORTED += ["stagereg.launch.main", "matplotlib.backends.backend_svg", "jinja2"]
 _IMPORTED += ["stagereg.sweep.render"] if importlib.util.find_spec("stagereg.sweep") else []  # a copy may lack it
 _PYTHON = [sys.executable, str(Path(__file__))]
@@ -53,20 +52,21 @@ def run_forked(
     ignores_warnings: bool = False,
     forks_ranks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program, and return how it ended and what it printed.
+    """Run a program, and return its exit code and its output.
 
     Args:
-        program: its source, or its file, which may be relative to ``cwd``.
-        arguments: of its command line.
-        cwd: where it runs; else here.
-        given: what it can read from its standard input.
-        timeout_s: seconds until it is killed.
-        environment: its variables; else those that are here. What is in ``PYTHONPATH`` comes first.
-        ignores_warnings: as ``-W ignore``.
+        program: the source as a string, or the file as a path, which may be relative to ``cwd``.
+        arguments: the arguments of the program's command line.
+        cwd: the program's working directory; default: the current directory.
+        given: the content of the standard input.
+        timeout_s: seconds until the program is killed.
+        environment: the program's environment variables; default: those of this process. The directories in its
+            ``PYTHONPATH`` come first in ``sys.path``.
+        ignores_warnings: ignore warnings, like ``-W ignore``.
         forks_ranks: whether the launcher in the program forks its ranks.
 
     Raises:
-        subprocess.TimeoutExpired: it was killed.
+        subprocess.TimeoutExpired: the program was killed.
     """
     with tempfile.TemporaryDirectory(prefix="stagereg-forks-") as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
@@ -77,23 +77,23 @@ def run_forked(
         asked["environment"] = dict(os.environ if environment is None else environment)
         server = _server()
         server.sendall(json.dumps(asked).encode() + b"\n")
-        lines = server.makefile("rb", buffering=0)  # which leaves the second line to select
+        lines = server.makefile("rb", buffering=0)  # unbuffered, because select waits for the second line
         pid = int(lines.readline())
         try:
             if not select.select([server], [], [], timeout_s)[0]:
                 printed = (file.read_bytes() for file in files[1:])
                 raise subprocess.TimeoutExpired(asked["arguments"], timeout_s, *printed)
-        except BaseException:  # pytest's own limit too
+        except BaseException:  # includes a timeout of pytest
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            lines.readline()  # which the next program would take for its own
+            lines.readline()  # otherwise the next call would read this exit code as its own
             raise
         code = int(lines.readline())
         return subprocess.CompletedProcess(asked["arguments"], code, *(file.read_text() for file in files[1:]))
 
 
 def start_server() -> None:
-    """Start the process, which ends with this one; its address is in the environment, for workers too."""
+    """Start the server process, which exits with this process; workers find its address in the environment."""
     path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
     address = os.environ[ADDRESS] = f"stagereg-forks-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -104,7 +104,7 @@ def start_server() -> None:
 
 
 def share_server_of_ranks() -> None:
-    """Start the process from which ``run_ranks`` forks ranks, which takes seconds; in a worker, use the runner's."""
+    """Start the server from which ``run_ranks`` forks ranks, which takes seconds; a worker uses the runner's server."""
     from multiprocessing import forkserver
 
     from stagereg.testing import ranks
@@ -123,7 +123,7 @@ def share_server_of_ranks() -> None:
 
 @functools.cache
 def _server() -> socket.socket:
-    """The connection to a fork of the process, which ends with this one."""
+    """Return the connection to a fork of the server process. The fork exits with this process."""
     if ADDRESS not in os.environ:
         start_server()
     connection = socket.socket(socket.AF_UNIX)
@@ -132,13 +132,13 @@ def _server() -> socket.socket:
 
 
 def _accept() -> None:
-    """Fork for each worker once all is imported; returns in the children, whose standard streams are the worker's."""
+    """Import all modules, then fork for each worker; return in the children, with the worker's standard streams."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     listener = socket.socket(fileno=0)
     connection, _ = listener.accept()
     for each in _IMPORTED:
         importlib.import_module(each)
-    gc.freeze()  # a child would touch, and so copy, all of it when it collects garbage
+    gc.freeze()  # otherwise garbage collection in a child would write to all of this memory, and so copy it
     while os.fork():
         connection, _ = listener.accept()
     with connection:
@@ -147,7 +147,7 @@ def _accept() -> None:
 
 
 def _next_program() -> CodeType:
-    """Fork for each request; returns in the children, with what they are to run."""
+    """Fork for each request; return in the children, with the code to run."""
     while line := sys.stdin.readline():
         if pid := os.fork():
             print(pid, flush=True)
@@ -178,7 +178,7 @@ def _next_program() -> CodeType:
 
 
 def _fork_server_of_ranks(folder: str) -> None:
-    """Fork the server of ``stagereg.extensions.recovery.warm``, and have launchers here start ranks there."""
+    """Fork the server of ``stagereg.extensions.recovery.warm``, from which launchers in this process start ranks."""
     import stagereg.extensions.recovery.warm as warm
     from stagereg.extensions.recovery.launching import RecoveryLauncher
     from stagereg.launch.extension import Start
@@ -192,7 +192,7 @@ def _fork_server_of_ranks(folder: str) -> None:
             threading.Thread(target=self._listen, daemon=True).start()
 
         def close(self) -> None:
-            """Leave the server, which ends with this process, to the next launcher."""
+            """Do not stop the server: the next launcher uses it, and it exits with this process."""
 
     launcher, (ours, theirs) = os.getpid(), socket.socketpair()
     os.environ["FORKED_BY"] = str(launcher)
@@ -200,7 +200,7 @@ def _fork_server_of_ranks(folder: str) -> None:
         ours.close()
         os.setsid()
         warm.end_with(launcher)
-        if not theirs.recv(1, socket.MSG_PEEK):  # the program ended without a launcher
+        if not theirs.recv(1, socket.MSG_PEEK):  # the program exited without using a launcher
             os._exit(0)
         server = os.getpid()
         warm._run(warm._Server(theirs).run(), server)

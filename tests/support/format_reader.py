@@ -1,4 +1,4 @@
-"""Reads a checkpoint by docs/format.md alone: with the standard library and numpy, nothing of this project or torch."""
+"""Reads a checkpoint as docs/format.md specifies, with only the standard library and numpy: no torch, no stagereg."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy
 
 
 class FormatReader:
-    """One checkpoint; data files are mapped, and tensors in one piece are views of them."""
+    """An opened checkpoint. Data files are memory-mapped, and a tensor with a single chunk is a view of its file."""
 
     def __init__(self, path: Path) -> None:
         self.manifest = json.loads((path / "manifest.json").read_text())
-        mark, content = self.manifest["files"]["index.json"], (path / "index.json").read_bytes()
-        assert (len(content), zlib.crc32(content)) == (mark["bytes"], mark["crc32"])
+        digest, content = self.manifest["files"]["index.json"], (path / "index.json").read_bytes()
+        assert (len(content), zlib.crc32(content)) == (digest["bytes"], digest["crc32"])
         self.index = json.loads(content)
         assert (self.manifest["format"], self.index["format"]) == (2, 1)
         self.files = []
@@ -28,7 +28,7 @@ class FormatReader:
             assert len(self.files[-1]) == self.manifest["files"][name]["bytes"]
 
     def tensor(self, name: str) -> Any:
-        """Return a tensor as an array."""
+        """Return a tensor as a numpy array."""
         dtype, shape, chunks = self.index["tensors"][name]
         kind = numpy.dtype("uint16" if dtype == "bfloat16" else dtype)
         whole = numpy.empty(shape, kind)
@@ -36,7 +36,7 @@ class FormatReader:
             start, size, strides = (*place, None, None, None)[:3]
             size = shape if size is None else size
             steps = None if strides is None else [step * kind.itemsize for step in strides]
-            assert length == kind.itemsize * int(numpy.prod(size)), "an archive of torch"
+            assert length == kind.itemsize * int(numpy.prod(size)), "the chunk is an archive of torch"
             chunk = numpy.ndarray(size, kind, self.files[file], offset, steps)
             if len(chunks) == 1:
                 return chunk
@@ -44,7 +44,7 @@ class FormatReader:
         return whole
 
     def entry(self, name: str) -> Any:
-        """Return an entry of the state in plain containers, its tensors as arrays."""
+        """Return an entry of the state as plain containers, with numpy arrays for tensors."""
         return self._value(self.index["state"][name], name)
 
     def _value(self, tree: Any, name: str) -> Any:

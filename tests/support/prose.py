@@ -1,9 +1,8 @@
 """Counts phrases that readers have to read twice: ``python tests/support/prose.py [--list]``.
 
-CONTRIBUTING.md has the rules of writing that the phrases break. Limits, which only shrink, are for messages (raised,
-logged, or the help of a command) and the README, and for pages, docstrings and comments.
-Subjects of recent commits are checked too: an imperative, at most 72 characters. Exits with code 1 if a limit is
-exceeded.
+The phrases break the writing rules in CONTRIBUTING.md. One limit applies to messages (raised, logged, or help of a
+command) and the README, another limit to pages, docstrings and comments. Limits may only decrease. The subjects of
+recent commits must be imperative, with at most 72 characters. Exits with code 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
