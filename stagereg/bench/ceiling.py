@@ -1,6 +1,6 @@
 """The machine's best speed for a number of bytes: a copy in host memory, or from the device to host memory.
 
-Rows are measured against these copies in the same rounds. Source and target are touched beforehand. ``memmove`` and
+Rows are measured against these copies in the same rounds. All memory is touched beforehand. ``memmove`` and
 ``device_copy`` return the function to time.
 """
 

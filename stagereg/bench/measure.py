@@ -44,8 +44,8 @@ class Case:
     def turn(self) -> Iterator[float | None]:
         """Run the operation once: yield when it is ready to start, and then when each row's time ends, in order.
 
-        Code before the first ``yield`` and after the last one is not timed. Yield a number for a row that is not a
-        time or was timed elsewhere.
+        Code before the first ``yield`` and after the last one is not timed. For a row that is not a time, or that was
+        timed elsewhere, yield its number.
         """
         if self._turn is None:
             raise NotImplementedError

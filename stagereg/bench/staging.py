@@ -28,7 +28,7 @@ _Make = Callable[[], AsyncStager]
 
 
 class Warm(Case):
-    """The second and later calls of one stager. The last row is the total time, a first row the time in ``stage``."""
+    """The second and later calls of one stager. Rows: the time in ``stage`` (only if two), and the total time."""
 
     def __init__(self, rows: tuple[str, ...], make: _Make, state: State) -> None:
         super().__init__(*rows)

@@ -85,7 +85,7 @@ class Segment(Case):
         self._turns = 0
 
     def turn(self) -> Iterator[float | None]:
-        """Train with and without a checkpoint; a step between the two that is not timed absorbs after-effects."""
+        """Train with and without a checkpoint. An untimed step in between absorbs after-effects."""
         self.prepare()
         self._turns += 1
         self._rest()

@@ -342,7 +342,7 @@ def _expect_fit(accelerator: Any, join: bool) -> None:
 def _refuse_hook(*_: object) -> NoReturn:
     raise ConfigError(
         "Hooks of save_state and load_state are not supported: the checkpoint directory does not exist before the "
-        "checkpoint is complete. Register what they save with accelerator.register_for_checkpointing(object)."
+        "checkpoint is complete. Register the saved objects with accelerator.register_for_checkpointing(object)."
     )
 
 
@@ -353,7 +353,7 @@ def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
 
 
 def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, bool]:
-    """Return the path to load, or ``None``, and whether stagereg saved the checkpoint, instead of accelerate."""
+    """Return the path to load (or ``None``), and whether stagereg saved it; otherwise accelerate did."""
     if is_project and (old := _highest(where, _OLD_NAME)) > _highest(where, _STEP):
         return f"{where}/checkpoint_{old}", False
     if is_project and has_tier:  # the tier may have a newer checkpoint than the directory
