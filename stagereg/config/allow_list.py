@@ -2,7 +2,7 @@
 
 A config may name the components of the registry and, for one call, targets that the program allows in code. A name is
 compared as a whole string, without attribute access. An object that the program passes (``torch.optim.AdamW``) may also
-have its names in other modules that are already imported. Only the registry's path is imported, not the config's text.
+be named through another imported module that contains it. Only the registry's path is imported, not the config's text.
 Hydra's block-list is not used, so bypasses of it (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) have
 no effect.
 """
@@ -53,8 +53,8 @@ class TargetAllowList:
 
     Args:
         allow: targets in addition to the registry's components: full dotted paths (``"package.module.Name"``); classes
-            and functions, each under the path of its definition and its names in imported modules; and
-            ``"kind/name"`` of components in :data:`RESTRICTED`.
+            and functions, by the path of their definition or their names in imported modules; and ``"kind/name"`` of
+            components in :data:`RESTRICTED`.
 
     Raises:
         UnknownNameError: No component has that name.

@@ -170,7 +170,7 @@ class _Constructor:
 
     what: str
     entry: Entry | None
-    __wrapped__: Callable[..., Any]  # the component, whose signature this callable has
+    __wrapped__: Callable[..., Any]  # the component; ``inspect.signature`` uses its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -190,8 +190,8 @@ def _plan(
 ) -> Call:
     """Check the node of a component and its nested nodes; return the call that the node describes.
 
-    ``hint`` is the annotation of the parameter, and ``kind`` is its name if a kind has this name. Hydra merges a chosen
-    component over ``below``, the default of the parameter; remaining keys of the default are dropped.
+    ``hint`` is the annotation of the parameter; ``kind`` is the parameter's name if it is also a kind. Hydra merges a
+    selected component into ``below``, the default of the parameter; unused keys of the default are dropped.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product

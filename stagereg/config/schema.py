@@ -82,7 +82,7 @@ def _own_hook(component: Callable[..., Any]) -> dict[str, Any] | None:
     defaults = {} if entry is None else {name: option.default for name, option in options(own).items()}
     if entry is None or not defaults or MISSING in defaults.values():
         return None
-    # Partial, since the joinable constructs the hook.
+    # ``_partial_``, because the joinable constructs the hook.
     return {"_target_": entry.path, "_partial_": True, **defaults}
 
 
@@ -103,7 +103,7 @@ def schema(entry: Entry) -> type:
 
 
 def __getattr__(name: str) -> type:
-    """Return a generated class by its name, ``"kind/name"``, for pickle."""
+    """Return a generated class by its name ``"kind/name"``. Pickle calls this function."""
     kind, _, component = name.partition("/")
     try:
         return schema(registry.find(kind, component))
@@ -185,7 +185,7 @@ def _config_type(hint: Any) -> Any:
 
 
 def _can_hold(hint: Any, anything: bool) -> bool:
-    """Return whether a config can hold a value of type ``hint``; ``anything`` is the answer for ``Any``."""
+    """Return whether a config can hold a value of type ``hint``; ``anything`` is the result for ``Any``."""
     plain, arguments = _parts(hint)
     inner = [a for a in arguments if a not in (Ellipsis, type(None))]
     if _is_union(hint):

@@ -28,7 +28,7 @@ from stagereg.errors import RegistryError, StageregError, UnknownNameError
 
 
 class OptionError(RegistryError, ConfigCompositionException):
-    """A selected option does not exist or cannot be loaded: the import fails, or its signature has no config."""
+    """A selected option does not exist or cannot be loaded: the import or the generation of its config fails."""
 
 
 class RegistrySource(ConfigSource):

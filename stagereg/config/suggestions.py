@@ -1,6 +1,6 @@
 """Suggest valid names if a config or a command line names a key or an option that does not exist.
 
-Hydra and OmegaConf report such a name without similar names, and Hydra's advice to append it with ``+`` only moves the
+Hydra and OmegaConf report such a name without similar names, and Hydra's advice to append it with ``+`` only delays the
 error. This module takes the valid names from the error itself, so it covers typed components, the keys of an app's own
 config, and its config groups. For ``GROUP=null``, the message shows how to omit a group.
 """
@@ -100,7 +100,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 
 
 def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseException) -> str:
-    """Return a line on an unknown key of a nested component, such as a hook, or on a component that is not selected."""
+    """Return a line about an unknown key of a nested component, such as a hook, or about a missing selection."""
     where = parent._get_full_key(None)
     entry = registry.find_target(str(parent._get_node("_target_", validate_access=False)))
     if entry is None:
@@ -141,7 +141,7 @@ def _in_a_group(error: OmegaConfBaseException) -> str:
 
 
 def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
-    """Return a line with the options of this name at the least depth below ``parent``: ``checkpoint.resume``."""
+    """Return a line with the least nested options of this name below ``parent``, such as ``checkpoint.resume``."""
     level: dict[str, DictConfig] = {"": parent}
     name, value = str(error.key), _given(error)
     while level:
@@ -160,7 +160,7 @@ def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
 
 
 def _given(error: OmegaConfBaseException) -> str:
-    """Return the value of the key of an error on the command line, or ``...``."""
+    """Return the command line's value for the key that an error names, or ``...``."""
     given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     return given[0] if given else "..."
 

@@ -176,7 +176,7 @@ def test_a_notebook_gets_what_to_write_for_the_directory_and_for_hydras_instanti
         stagereg.instantiate(composed())
     override = re.findall(r"compose\(\.\.\., overrides=\['(.*)PATH'\]\)", str(caught.value))
     config = composed(f"{override[0]}{tmp_path}")
-    with pytest.raises(HydraException, match=r"checkpoint\.keep is a mapping, .* by stagereg\.instantiate\(cfg"):
+    with pytest.raises(HydraException, match=r"checkpoint\.keep is a mapping, .* with stagereg\.instantiate\(cfg"):
         hydra.utils.instantiate(config)
     assert stagereg.instantiate(config).dir == tmp_path
 

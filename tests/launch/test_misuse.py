@@ -75,7 +75,7 @@ def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
     joinable, hook, below = app.run_each(
         ("+joinable=ddp",), ("+join_hook=ddp",), ("+join_hook@join.joinables.model.hook=ddp",)
     )
-    named = "where NAME is the joinable's, as in stagereg.instantiate(cfg.join, NAME=...)."
+    named = "with the joinable's NAME, as in stagereg.instantiate(cfg.join, NAME=...)."
     unused = (
         "stagereg: +{0}=ddp has no effect: no join reads a {0} at the top level of the config. Write +{0}@{1}=ddp, "
     )

@@ -109,7 +109,7 @@ def trained(rank: int, world_size: int, root: str, train: Any) -> tuple[float, s
             f"with an empty batch too, and not under `if rank == 0`.{STEP_2}",
         ),
         (forgets_the_join, f"rank 0 reached the end after step 2, but rank 1 continued with another step{ADVICE}"),
-        (fails, "The last step was not saved: rank 1 left with an error."),
+        (fails, "The last step was not saved: rank 1 left the run with an error."),
     ],
 )
 def test_ranks_that_do_not_end_together_say_so_in_seconds(tmp_path: Path, train: Any, expected: str) -> None:
