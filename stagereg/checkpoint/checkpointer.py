@@ -294,7 +294,7 @@ class Checkpointer:
             self._ranks.run_on_all("No save could succeed", partial(expect_savable, state))
             return None
         self.restored = path_or_url(restored.path)
-        trains = self._hold.acquired or is_program(restored.manifest.command)  # False in an evaluation
+        trains = self._hold.acquired or is_program(restored.manifest.command)  # False for an evaluation script
         self._resumed = step if source is None and trains else None
         if self._resumed is not None and self.resume in choosing.RESUME:
             record.emit("resumed", step=step, dir=str(self.dir))
@@ -310,7 +310,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for every save, at most ``timeout``, end the background threads and close the stager. Idempotent.
 
-        Raises: ``CheckpointError`` if a save failed and no call has raised that failure, after everything is closed.
+        Closes everything, and then raises ``CheckpointError`` if a save failed and no call has raised that failure.
         """
         if self._closed:
             return
@@ -393,7 +393,6 @@ class Checkpointer:
         return self._saver.stored if self._enabled and self._saver.retake.pending is None else None
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Remember ``state`` for a save after this rank leaves its loop or another rank fails, and the ended
-        ``step``."""
+        """Keep a reference to ``state``, and the ended ``step``, for saves after this rank leaves its loop."""
         if self._enabled:
             self._saver.remember(checked_state(state), step)

@@ -136,7 +136,7 @@ _GROUPS: Mapping[str, Any] = {"restore": Restore, "failure": Failure}
 
 
 def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS) -> None:
-    """Check the options of a checkpointer that are known so far, by name."""
+    """Check the given options of a checkpointer, by name. Options may be missing."""
     groups = {**_GROUPS, **more_groups}
     for name, value in given.items():
         of_config = isinstance(value, Mapping) and not isinstance(value, dict)
@@ -206,7 +206,7 @@ def compared(**given: Any) -> dict[str, Any]:
 
 
 def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same options; ``own`` are this rank's. Collective."""
+    """Check that all ranks have the same options; ``own`` has the options of this rank. Collective."""
     ranks = group.run_on_all("The ranks could not compare their options", lambda: own)
     for name in dict.fromkeys(name for each in ranks for name in each):  # includes options of extensions
         first, *_ = values = [each.get(name) for each in ranks]

@@ -68,7 +68,7 @@ def refuse_unused(config: DictConfig, overrides: Iterable[str]) -> None:
         if override.startswith("+") and kind in _CHOSEN:
             raise ConfigError(
                 f"{override} has no effect: no join reads a {kind} at the top level of the config. Write "
-                f"{_CHOSEN[kind]}={name}, where NAME is the joinable's, as in stagereg.instantiate(cfg.join, NAME=...)."
+                f"{_CHOSEN[kind]}={name}, with the joinable's NAME, as in stagereg.instantiate(cfg.join, NAME=...)."
             )
     tree: Any = OmegaConf.to_container(config)
     for key, value in tree.items():

@@ -1,1 +1,1 @@
-"""One restore, a checkpoint as a mapping, and as one file. Knows nothing of :mod:`stagereg.checkpoint.save`."""
+"""Restores: choose a checkpoint, and load it into objects. Does not import :mod:`stagereg.checkpoint.save`."""

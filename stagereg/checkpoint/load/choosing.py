@@ -40,8 +40,8 @@ def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]
         if resume != "auto":
             raise CheckpointError(
                 f"resume={resume} is not exact: {each.path} was saved without a failed rank, and lacks "
-                f"{each.manifest.lacks}. Resume from the newest exact checkpoint with "
-                f"{option('checkpoint.resume', 'auto')}; or from this one with {_exact(False)}."
+                f"{each.manifest.lacks}. To resume from the newest exact checkpoint, use "
+                f"{option('checkpoint.resume', 'auto')}. To resume from this one, add {_exact(False)}."
             )
         advice = f"To resume from the newest inexact checkpoint, add {_exact(False)}.\n"
         why = Rejection(NOT_EXACT, NOT_EXACT, f"it lacks {each.manifest.lacks}", advice=advice)
@@ -63,7 +63,7 @@ def none_complete(root: str) -> CheckpointError:
 
 
 def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: Collection[str]) -> None:
-    """Warn that a resume is not exact; ``seeded`` are the seeded generators by rank, ``names`` those of the state."""
+    """Warn that a resume is not exact. ``seeded``: the seeded generators by rank; ``names``: the names of the state."""
     for each, missing in chosen.manifest.lost.items():
         if not missing:
             continue

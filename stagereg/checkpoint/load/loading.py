@@ -63,7 +63,7 @@ class Loading:
         self._read()
 
     def take_rests(self, found: MergedScan) -> None:
-        """Add the parts of entries that no rank loads to the values of objects that accept additional values."""
+        """Load the parts of entries that no rank has selected into objects that accept additional values."""
         if found.unused:
             raise CheckpointError(self.names.no_such())
         for name, rest in self.left.items():

@@ -240,7 +240,7 @@ def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) 
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
-    """Add the rest of an entry for a module with its own loading method. Raises: ``CheckpointError`` for others."""
+    """Add the rest of an entry for a module with its own loading method. Raises: ``CheckpointError`` otherwise."""
     modules = module_state.modules_of(state[name])
     if modules and not _are_torchs_own(modules):
         structure.update(rest)
@@ -335,7 +335,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
 
 
 def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
-    """Raise ``CheckpointError`` if a module would round a tensor subclass because its own has another form."""
+    """Raise ``CheckpointError`` if a module would round a saved tensor subclass into another form."""
     modules = module_state.modules_of(entries.value_of(state, name))
     for leaf in marks(structure) if modules and _are_torchs_own(modules) else ():
         if leaf.live is None or not (wraps(leaf.value) and wraps(leaf.live)):

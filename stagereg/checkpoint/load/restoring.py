@@ -83,7 +83,7 @@ class _Report(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """The setup that all ranks share after the candidates are listed; ``twins`` is from :func:`.lowest_twins`."""
+    """The setup that all ranks share after the candidates are listed; ``twins``: see :func:`.lowest_twins`."""
 
     listed: list[Candidate]
     machines: list[list[int]]  # groups of ranks that see the same files
@@ -264,7 +264,7 @@ class _Attempt:
             return None
 
     def _take_rests(self, found: MergedScan) -> bool:
-        """Add the values that no rank loads to objects that accept them; return whether that failed on a rank."""
+        """Load the values that no rank has selected into objects that accept them; return whether a rank failed."""
         self._loading.missing = found.missing
         if not any(found.rests.values()) and not found.unused:
             return False

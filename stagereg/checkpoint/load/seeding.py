@@ -23,7 +23,7 @@ _OF_RANK = entries.rng_name(0)[:-1]  # prefix of the names of generator entries
 
 
 def seeds_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the seed of each generator of this process, and of each generator in ``state``, with a dot in its name."""
+    """Return the seed of each generator of this process, and of each generator in ``state``, by name after a dot."""
     return rng.seeds() | {f".{name}": each.seed for name, each in _generators(state)}
 
 

@@ -31,7 +31,7 @@ class _View(NamedTuple):
 
 
 def read_apart(leaves: Collection[Leaf]) -> None:
-    """Let leaves whose live tensors share memory be read into new memory; ``leaves`` are all leaves to write."""
+    """Read leaves whose live tensors share memory into new memory; ``leaves`` are all leaves that a restore writes."""
     users = Counter(entries.memory_of(leaf.live) for leaf in leaves if leaf.live is not None)
     for leaf in leaves:
         leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreSource(CheckpointSource):
-    """Lists all checkpoints of a directory, or the checkpoint that ``resume`` names, if they have a manifest."""
+    """The checkpoints of a directory, or the checkpoint that ``resume`` names, in the format of this project."""
 
     name = "store"
 

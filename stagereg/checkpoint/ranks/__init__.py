@@ -1,1 +1,1 @@
-"""Work with the other ranks: exchanges, merging of their entries, and the log of operations."""
+"""Communication between ranks: exchanges, the merging of entries, and the log of operations."""

@@ -233,7 +233,7 @@ def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
 
 
 def _may_differ(path: str, is_real: bool) -> bool:
-    """Return whether a value of an optimizer may differ between ranks: tensor metadata, or a float except counters."""
+    """Return whether a value of an optimizer may differ between ranks: tensor metadata, and floats except counters."""
     section, _, rest = path.partition(".")
     if section == "tensors" or not is_real:
         return section == "tensors"

@@ -52,7 +52,7 @@ _SHOWN = 4  # maximum number of ranks' errors in a message
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return the exception to chain: the cause of a ``CheckpointError``, whose text the new error repeats, or it."""
+    """Return the cause for a new error: ``error``, or the cause of ``error`` if the new error repeats its text."""
     return error.__cause__ if isinstance(error, CheckpointError) else error
 
 
@@ -141,7 +141,7 @@ class RankGroup:
             return
         if dist.get_rank(process_group) < 0:
             raise CheckpointError(
-                "This rank is not in the process_group of the Checkpointer. Construct it only on ranks of the group."
+                "This rank is not in the process_group of the Checkpointer. Construct it only on ranks of that group."
             )
         training = process_group or dist.group.WORLD
         ranks = dist.get_process_group_ranks(training)
@@ -180,7 +180,7 @@ class RankGroup:
     def check_still_all(self) -> None:
         """Raise ``CheckpointError`` if ``torch.distributed`` was initialised after the construction of this object."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise CheckpointError("The Checkpointer was constructed before init_process_group. Construct it after.")
+            raise CheckpointError("The Checkpointer was constructed before init_process_group. Construct it later.")
 
     def is_first(self, what: str) -> bool:
         """Return whether no other rank has called this method with ``what`` yet. Not collective."""
@@ -230,7 +230,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def explaining(self, failing: str) -> Iterator[None]:
-        """Raise ``CheckpointError`` with the failed or missing ranks, on all ranks, if the group fails inside."""
+        """Raise ``CheckpointError`` on all ranks, with the failed or missing ranks, if an operation inside fails."""
         began = time.monotonic()
         try:
             yield
@@ -245,7 +245,7 @@ class RankGroup:
             raise CheckpointError(f"{failing}: {self._why}") from error
 
     def wait(self, work: Any, limit: datetime.timedelta) -> None:
-        """Wait for a collective. Not for messages: their timeout closes connections. Raises the errors of torch."""
+        """Wait for a collective. Not for messages, because their timeouts close connections. Raises torch's errors."""
         key, ends, waits = f"waits/{self.rank}", time.monotonic() + limit.total_seconds(), False
         while not work.is_completed():
             turn = max(min(_TURN_S, ends - time.monotonic()), 0.001)
@@ -296,7 +296,7 @@ class RankGroup:
         return f"{who} did not reach this exchange within {seconds:.3g} s, and may hang: check the output there."
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """Return the result of a call to the store; ``None`` if the store is gone or does not respond (frozen host)."""
+        """Return the result of a call to the store; ``None`` if the store is gone or its host does not respond."""
         answer: Future[T | None] = Future()
 
         def ask() -> None:
@@ -340,7 +340,7 @@ class RankGroup:
         Raises:
             CheckpointError: on every rank, with the failed ranks and their errors. The cause is this rank's error or,
                 without one, the error of the first failed rank. An error of ``answer`` counts as an error of rank 0.
-            BaseException: ``act`` or ``answer`` raised it, and it is not an ``Exception``; only on that rank.
+            BaseException: ``act`` or ``answer`` raised an exception that is not an ``Exception``; only on that rank.
         """
         if self.size == 1:
             try:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
 _LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
-_GONE = b"gone"  # value of a rank that has left with an error
+_GONE = b"gone"  # value of a rank that has left the run with an error
 _ADVICE = (
     "If their inputs are uneven, put the loop into a join: `with join:` and `for batch in join.iterate(loader)`. All "
     "ranks must take the same steps, and leave the Checkpointer's `with` block together."
@@ -56,7 +56,7 @@ class OperationLog:
                 self._store.set(str(self._number), f"{position_in(self._group)} {what}")
 
     def take_next(self) -> str | None:
-        """Return the next entry, and mark it as processed; ``None`` if there is none. After this rank left its loop."""
+        """Return the next entry and mark it as processed, on a rank that has left its loop; ``None`` for none."""
         with self._lock:
             entry = self._next()
             if entry is None:
@@ -144,7 +144,7 @@ class ShutdownBarrier:
         meanwhile()
         gone = [int(each) for each, text in zip(ranks, self._store.multi_get(ranks), strict=True) if text == _GONE]
         if gone:
-            raise CheckpointError(f"The last step was not saved: {name_ranks(gone)} left with an error.")
+            raise CheckpointError(f"The last step was not saved: {name_ranks(gone)} left the run with an error.")
 
     def leave(self) -> None:
         """Report that this rank will not reach the end, unless it has, so that no other rank waits for it."""
@@ -154,7 +154,7 @@ class ShutdownBarrier:
                 self._store.set(str(dist.get_rank(self._group)), _GONE)
 
     def look(self) -> None:
-        """Check whether this rank trains after another rank reached the end, and report that. Background thread."""
+        """Check whether this rank trains after another rank reached the end and report it. On the background thread."""
         here = position_in(self._group)
         if self._group is None or self._came or not self._store.check(["first"]):
             return

@@ -72,7 +72,7 @@ class Backend(Files, Protocol):
     """The directories below one root, and their files. Thread-safe.
 
     Paths are full paths or URLs, as text. A write is durable when the call returns. Methods raise ``OSError`` unless
-    their docstrings differ. Any process may read; only the run that holds the lock may write.
+    their docstrings name other errors. Any process may read; only the run that holds the lock may write.
 
     Attributes:
         root: the directory of checkpoints, without a slash at its end.
@@ -124,7 +124,7 @@ class Backend(Files, Protocol):
         """Atomically make ``latest`` point to a directory of the root."""
 
     def link(self, checkpoint: Checkpoint) -> str:
-        """Atomically link a checkpoint under its plain name; return that path, or an empty text if it exists."""
+        """Atomically link a checkpoint under its plain name; return that path, or ``""`` if the name is taken."""
 
     def hide(self, each: VerificationResult) -> str:
         """Atomically hide a checkpoint, and return its new path, for :meth:`discard` or :meth:`bring_back`."""

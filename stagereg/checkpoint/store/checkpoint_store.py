@@ -5,7 +5,7 @@ write; each rank calls :meth:`CheckpointStore.mark`. A run calls ``lock`` and ``
 ``temporary``, lets the storage write there, and calls ``mark``, ``publish`` and ``retention.clear``, or
 ``backend.discard`` after an error. It calls ``settle`` at the end.
 
-Paths are full paths or URLs, as text. Methods raise ``OSError`` unless their docstrings differ.
+Paths are full paths or URLs, as text. Methods raise ``OSError`` unless their docstrings name other errors.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class KeepRule(Protocol):
     """The protocol of custom retention rules, for ``Checkpointer(keep=...)`` or ``checkpoint/keep`` in a config.
 
     All ranks construct the rule. After each commit rank 0 alone calls ``select``, on the save thread. The newest
-    checkpoint is always retained. If ``select`` raises, or returns nothing or another type, no checkpoint is deleted.
+    checkpoint is always retained. If ``select`` raises an error, or returns nothing or a value of another type, no
+    checkpoint is deleted.
     """
 
     def select(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Mapping[str, str]:

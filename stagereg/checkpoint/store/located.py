@@ -1,4 +1,4 @@
-"""Finds the checkpoints at a path or URL of the user: a checkpoint directory or one checkpoint. Reads only."""
+"""Finds the checkpoints at a path or URL of the user: a checkpoint directory or one checkpoint. Read-only."""
 
 from __future__ import annotations
 
@@ -94,8 +94,7 @@ def _falling(each: VerificationResult) -> int:
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:
     """Return the newest valid checkpoint, and the newer invalid checkpoints; ``verify`` reads all content.
 
-    ``reading`` receives the lease that prevents the deletion of the checkpoint. Raises: ``CheckpointError``,
-    ``ConfigError``.
+    ``reading`` holds a lease that prevents its deletion. Raises: ``CheckpointError``, ``ConfigError``.
     """
     found = located(target)
     passed: list[VerificationResult] = []

@@ -182,7 +182,7 @@ class StoreLock:
         return ours
 
     def _share(self) -> None:
-        """Allow users who may read and delete the file to write it: after a kill it stays, with the run's umask."""
+        """Let users who may read and delete the file also write it, because the file of a killed run remains."""
         with contextlib.suppress(OSError):  # another user owns the file, or the file system has no modes
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0
