@@ -16,7 +16,7 @@ _LINES = 30  # maximum lines of an exception's own text in a report
 _PACKAGES = ("site-packages", "dist-packages")
 _NOT_SAVED = re.compile(r"Step (\d+) was not saved")
 _STEP = re.compile(r"^Step \d+|step-\d{8}(\.[0-9a-f]+\.tmp)?")
-"""The parts in which messages of two saves that failed for the same reason differ: the step, and its file names."""
+"""The step and its file names. Messages of saves that failed for the same reason differ only in these parts."""
 
 
 def signal_name(number: int) -> str:

@@ -32,7 +32,7 @@ class _FirstStep:
             call()
 
     def forget(self) -> None:
-        self.calls = []  # hooks stay, since the parent may hold their locks
+        self.calls = []  # the hooks remain, since the parent may hold their locks
 
     def find_spec(self, *_: object) -> None:
         torch = sys.modules.get("torch")

@@ -20,7 +20,7 @@ _building: ContextVar[Mapping[str, str] | None] = ContextVar("building", default
 
 # Global because code that writes a message has no reference to the component, and may run on another thread.
 _keys: dict[str, str] = {}
-"""The config key of the component that was built last, by kind, without kinds that the program constructs."""
+"""The config key of the last component of each kind, without kinds that the program constructed itself."""
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def test_the_library_reads_tensors_of_every_kind(tmp_path: Path, command: Comman
 def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path, command: Command) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
-    for name, tensor in (("x", "'wide' of torch.complex128"), ("y", "'__metadata__' of torch.float32")):
+    for name, tensor in (("x", "'wide' of dtype torch.complex128"), ("y", "'__metadata__' of dtype torch.float32")):
         wrong = command("convert", root, tmp_path / "x.safetensors", "--only", name, code=2).err
         assert f"safetensors does not support {tensor}. Write a .pt instead." in wrong
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -52,7 +52,7 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
     return bytes(data)
 
 
-class _MarkedBytes(NamedTuple):
+class _RangeDigest(NamedTuple):
     """The digest of a range of a file, which a rank has read."""
 
     name: str
@@ -110,7 +110,7 @@ class SharedRead:
         with ranks.explaining(f"{checkpoint.path} could not be read"):
             self._agree_on_pieces()
         self._failure: Exception | None = None
-        self._parts: list[_MarkedBytes] = []
+        self._parts: list[_RangeDigest] = []
         self._read = torch.empty(min(self._size, total), dtype=torch.uint8, device="cpu")
         received = 0 if ranks.size == 1 else len(self._read)
         self._received = torch.empty(received, dtype=torch.uint8, device="cpu")
@@ -204,7 +204,7 @@ class SharedRead:
         """Wait until the current piece of this rank is read."""
         for name, offset, fetch in self._fetches:
             try:
-                self._parts.append(_MarkedBytes(name, offset, fetch.result()))
+                self._parts.append(_RangeDigest(name, offset, fetch.result()))
             except Exception as error:
                 self._failure = self._failure or error
 
@@ -225,7 +225,7 @@ class SharedRead:
         failing = f"{self._checkpoint.path} could not be read"
         with self._ranks.explaining(failing):
             self._pass_on()
-        return self._ranks.round_trip(failing, self._own_marks, self._damages, self._ranks.limit)
+        return self._ranks.round_trip(failing, self._own_digests, self._damages, self._ranks.limit)
 
     def _pass_on(self) -> None:
         group, size, rank = self._ranks.group, self._ranks.size, self._ranks.rank
@@ -264,12 +264,12 @@ class SharedRead:
         except Exception as error:
             self._failure = error
 
-    def _own_marks(self) -> list[_MarkedBytes]:
+    def _own_digests(self) -> list[_RangeDigest]:
         if self._failure is not None:
             raise self._failure
         return self._parts
 
-    def _damages(self, ranks: list[list[_MarkedBytes]]) -> list[dict[str, str]]:
+    def _damages(self, ranks: list[list[_RangeDigest]]) -> list[dict[str, str]]:
         """Compare the digests of all ranks with the manifest. Runs on rank 0."""
         found: dict[str, list[FileDigest]] = {name: [] for name in self._names}
         for part in sorted(part for parts in ranks for part in parts):

@@ -158,9 +158,9 @@ class _Caller:
         if path_of(self._store, checkpoint) is None:
             newest = ""
             with contextlib.suppress(ReferenceError):
-                good = self._store.checkpoints()[0]
+                valid = self._store.checkpoints()[0]
                 if self._saves.newest == step:
-                    self._saves.note_newest(good[0].manifest.step if good else None)
+                    self._saves.note_newest(valid[0].manifest.step if valid else None)
                 newest = self._saves.describe_newest()
             self._fail(step, f"deleted or changed {checkpoint.path}, but must not change checkpoints. {newest}")
 

@@ -207,7 +207,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
         if lost := differences(manifest, sizes):
             raise CheckpointError(
-                f"The files in {beside} are incomplete: {VerificationResult(path.name, manifest, lost)}. Save again."
+                f"The save to {beside} is incomplete: {VerificationResult(path.name, manifest, lost)}. Save again."
             )
         open_store(path.parent).put(os.fspath(beside), CHECKSUMS, manifest.dumps().encode())
         sync(beside)

@@ -124,7 +124,7 @@ def _tensor_files(
     kinds = {name: (_dtype(leaf, options.dtype), leaf.stored.shape) for name, leaf in leaves.items()}
     for name, (dtype, _) in kinds.items():
         if dtype not in DTYPES or name == METADATA:
-            raise CheckpointError(f"safetensors does not support {name!r} of {dtype}. Write a .pt instead.")
+            raise CheckpointError(f"safetensors does not support {name!r} of dtype {dtype}. Write a .pt instead.")
         if leaves[name].stored.is_subclass:
             raise CheckpointError(f"safetensors cannot store {name!r}, which wraps other tensors. Write a .pt instead.")
     about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}

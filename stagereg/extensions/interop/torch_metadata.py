@@ -79,10 +79,10 @@ class _MetadataUnpickler(BoundedUnpickler):
 
     def call(self, of: Any, given: Any) -> Any:
         if type(of) is not Name or type(given) is not tuple:
-            raise ValueError("it calls an object that is not a type of torch metadata")
+            raise ValueError("the pickle calls an object that is not a type of torch metadata")
         for each in given:
             if type(each) not in _ARGUMENTS:
-                raise ValueError("it calls a type of torch metadata with an unsupported argument")
+                raise ValueError("the pickle calls a type of torch metadata with an unsupported argument")
         return _MADE[of](*given)
 
     def build(self, made: Any, state: Any) -> None:
@@ -97,7 +97,7 @@ class _MetadataUnpickler(BoundedUnpickler):
                     _expect_size(state["offset"])
             vars(made).update(state)
         else:
-            raise ValueError("it sets the state of an object that has no state")
+            raise ValueError("the pickle sets the state of an object that has no state")
 
     def make_tuple(self, items: list[Any]) -> Any:
         for item in items:
@@ -105,12 +105,12 @@ class _MetadataUnpickler(BoundedUnpickler):
                 self.gone_through(len(item))
                 for each in item:
                     if type(each) is tuple:
-                        raise ValueError("it nests tuples deeper than torch metadata does")
+                        raise ValueError("the pickle nests tuples deeper than torch metadata does")
         return tuple(items)
 
     def set_items(self, of: Any, items: list[Any]) -> None:
         if type(of) is not dict:
-            raise ValueError("it sets an item of an object that is not a dict")
+            raise ValueError("the pickle sets an item of an object that is not a dict")
         for key in items[::2]:
             self.gone_through(len(key) if type(key) is tuple else 0)
         of.update(zip(items[::2], items[1::2], strict=True))
@@ -132,7 +132,7 @@ def _expect_sound(metadata: Any) -> None:
             _expect_size(entry.size)
             chunks_left -= len(entry.chunks)
             if chunks_left < 0:
-                raise ValueError("its tensors have many more chunks than stored data")
+                raise ValueError("the tensors have many more chunks than stored data")
             for chunk in entry.chunks:
                 _expect(chunk, ChunkStorageMetadata)
                 _expect_size(chunk.offsets, len(entry.size))
