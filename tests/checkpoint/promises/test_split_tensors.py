@@ -226,5 +226,5 @@ def test_attributes_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: 
 
 
 def test_parts_that_leave_a_hole_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'x\.w' do not cover"):
+    with pytest.raises(CheckpointError, match=r"'x\.w' on the ranks overlap, or do not cover"):
         save_state(tmp_path, x={"w": part_of(WHOLE, [range(0, 3), range(4, 8)])})
