@@ -422,7 +422,7 @@ def _qualified(entry: Entry) -> str:
 def _require_kind(kind: str) -> None:
     if not isinstance(kind, str) or kind not in REQUIRED:
         raise UnknownNameError(
-            f"No kind {kind!r} of component.{nearest(str(kind), REQUIRED)}\nAvailable: {', '.join(kinds())}"
+            f"Unknown kind of component: {kind!r}.{nearest(str(kind), REQUIRED)}\nAvailable: {', '.join(kinds())}"
         )
 
 

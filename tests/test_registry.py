@@ -143,7 +143,10 @@ def test_a_script_may_be_imported_as_a_module_too(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
-    with pytest.raises(UnknownNameError, match=r"No kind 'stagger'.* Did you mean 'stager'\?\nAvailable: checkpoint, "):
+    with pytest.raises(
+        UnknownNameError,
+        match=r"Unknown kind of component: 'stagger'.* Did you mean 'stager'\?\nAvailable: checkpoint, ",
+    ):
         stagereg.names("stagger")
     nearest = r"No stager named 'pinned_cahced'\. Did you mean 'pinned_cached'\?\n.*blo"
     with pytest.raises(UnknownNameError, match=nearest):
@@ -166,7 +169,7 @@ def test_what_cannot_be_an_option_is_refused() -> None:
     for thing in (3, None, object()):
         with pytest.raises(RegistryError, match="Register a class or a function"):
             stagereg.register("stager", "mine")(thing)
-        with pytest.raises(UnknownNameError, match="No kind"):
+        with pytest.raises(UnknownNameError, match="Unknown kind"):
             stagereg.names(thing)
 
 

@@ -47,7 +47,7 @@ def limit(text: str) -> float:
 
 
 def read(path: Path) -> Document:
-    """Read a document from a file."""
+    """Read the document of a sweep from a file."""
     try:
         document = json.loads(path.read_bytes())
         if not all(isinstance(document[name], str) for name in ("metric", "better")):

@@ -1,4 +1,4 @@
-"""The part of ``stagereg check`` that runs in a child process: imports plugins and runs their contracts with pytest.
+"""The child process of ``stagereg check``: imports plugins and runs their contracts with pytest.
 
 Each test is a case with a section, a name and a promise. The child writes a line of JSON before each case, and another
 line with the verdict, so that the parent can identify the running case after a crash or a timeout.

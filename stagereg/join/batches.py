@@ -233,7 +233,7 @@ def _is_tensor(thing: Any) -> bool:
 
 
 def _is_list(thing: Any) -> bool:
-    """Return whether the length of a sequence may be its number of samples."""
+    """Return whether an object is a plain list or tuple, whose length may be its number of samples."""
     return isinstance(thing, (list, tuple)) and not hasattr(thing, "_fields") and not isinstance(thing, torch.Size)
 
 

@@ -18,8 +18,8 @@ _COUNTS_AS_0 = (
     "join.iterate(loader, example=...)."
 )
 _COUNTS_WITHOUT = (
-    "stagereg: join.mean got n=%g on an empty batch: the sum of the %d samples that this rank got since the last call "
-    "and, per empty batch, %s from an earlier batch. n counts as %d. Take n from a tensor of the batch, such as "
+    "stagereg: join.mean got n=%g on an empty batch. This is the number of samples since the last call, %d, plus, for "
+    "each empty batch, %s from an earlier batch, so n counts as %d. Take n from a tensor of the batch, such as "
     "len(x), or pass an empty batch with correct numbers: join.iterate(loader, example=...)."
 )
 _COUNTS_IN_FULL = (

@@ -95,7 +95,7 @@ class Peers:
             self.wait(met.ready, "a forward under no_grad")
 
     def follow(self) -> None:
-        """Follow the ranks in the loop, if this rank has left it: save and log when they do."""
+        """If this rank has left the loop, follow the ranks in the loop: save and log when they do."""
         if self.follows:
             for follower in list(followers):
                 follower.follow()

@@ -260,7 +260,7 @@ class Pool:
         self._free.clear()
 
     def inherit_copies(self, inherited: bool) -> None:
-        """Choose whether a child forked now gets the copies held by a reader without the promise."""
+        """Choose whether a child forked now gets the copies of a reader that has not promised to release them."""
         if not self.readers_release:
             for lease in list(self._in_use):
                 lease.block.inherit(inherited)

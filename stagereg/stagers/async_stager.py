@@ -76,7 +76,7 @@ class ReleasesCopies(Protocol):
     """A stager whose reader can release a copy explicitly, instead of only dropping it."""
 
     def expect_release(self) -> None:
-        """Wait longer for this reader, which promises to release each copy. Called before the first ``stage``."""
+        """Promise that this reader releases each copy, so ``stage`` waits longer. Called before the first ``stage``."""
 
     def release(self, staged: StateDict) -> None:
         """End the reader's use of a copy. Thread-safe.

@@ -1,4 +1,4 @@
-"""Stagers that have finished when ``stage`` returns: a kernel copier behind torch's protocol."""
+"""The base of stagers that use the kernel's copier, and have finished copying when ``stage`` returns."""
 
 from __future__ import annotations
 

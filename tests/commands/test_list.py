@@ -29,7 +29,7 @@ def test_every_component_is_listed_with_its_package(command: Command) -> None:
     storages = command("list", "storage", "--json").json["components"]
     assert [each["name"] for each in storages] == registry.names("storage")
     wrong = command("list", "joinabel", code=2).err
-    assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in wrong
+    assert "Unknown kind of component: 'joinabel'. Did you mean 'joinable'?" in wrong
 
 
 def test_components_are_listed_unimported_nonsense_is_named(install: Install, command: Command) -> None:

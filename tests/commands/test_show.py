@@ -125,7 +125,7 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str) -> None
     [
         ("stager/pined_cached", "No stager named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("pined_cached", "No component is named 'pined_cached'. Did you mean 'pinned_cached'?"),
-        ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
+        ("stagr/shared", "Unknown kind of component: 'stagr'. Did you mean 'stager'?"),
         ("ddp", "2 kinds have a component named 'ddp'. Name one: join_hook/ddp or joinable/ddp"),
         (
             "zzz",
