@@ -30,7 +30,7 @@ from stagereg.checkpoint.format.manifest import MANIFEST, METADATA, step_of
 from stagereg.checkpoint.hold import SCRATCH
 from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
-from stagereg.errors import CheckpointError, ConfigError, InstallationError
+from stagereg.errors import CheckpointError, ConfigError, InstallationError, MissingEntryError
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.registry import build
 
@@ -242,8 +242,8 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         try:
             if self._checkpointer.restore(state, source) is None:
                 return False
-        except CheckpointError as error:
-            if "has no entry 'optimizer'" not in str(error):
+        except MissingEntryError as error:
+            if "'optimizer'" not in str(error):
                 raise
             raise CheckpointError(f"{error}\n{_MODEL_ALONE}") from error
         self.states[base.MODEL].load_state_dict(state)  # for modules whose state_dict is not their own tensors
