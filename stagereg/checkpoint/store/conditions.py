@@ -15,7 +15,7 @@ from stagereg.checkpoint.store.foreign import TORCH, is_foreign, look_at_foreign
 from stagereg.errors import MALFORMED
 
 _LEFTOVER = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
-_MANIFEST_BYTES = 1 << 28  # a longer manifest is not read; each file takes some hundred bytes
+_MANIFEST_BYTES = 1 << 28  # size limit of a manifest, which has some hundred bytes per file
 
 
 def look(backend: Backend, path: str) -> VerificationResult:

@@ -122,7 +122,7 @@ class Directory(LocalFiles):
             os.replace(link, latest)
         except OSError as error:
             discard(link)
-            if isinstance(error, IsADirectoryError):  # a user may own it
+            if isinstance(error, IsADirectoryError):  # it may be a directory of the user
                 text = f"{latest} is a directory, perhaps because a program copied the link. Delete it or move it away."
                 raise CheckpointError(text) from error
             raise

@@ -30,7 +30,7 @@ from stagereg.base.small_files import open_or_make
 from stagereg.errors import CheckpointError
 
 LOCK = ".lock"
-LOCK_TIMEOUT_S = 3.0  # seconds to wait for an owner that is ending
+LOCK_TIMEOUT_S = 3.0  # seconds to wait for an owner that is terminating
 
 _COMMAND_LENGTH = 120
 _OWNER_BYTES = 1 << 16
@@ -168,7 +168,7 @@ class StoreLock:
         ours = False
         try:
             ours = self._is_ours()
-            if ours and os.fstat(self._descriptor).st_nlink > 1:  # a write would change another file's content
+            if ours and os.fstat(self._descriptor).st_nlink > 1:  # a write would change the file under its other name
                 os.unlink(self._path)
                 return self._make()
         finally:
@@ -182,7 +182,7 @@ class StoreLock:
         return ours
 
     def _share(self) -> None:
-        """Let users who may read and delete the file also write it, because the file of a killed run remains."""
+        """Give write permission to users who may read and delete the file, because a killed run leaves the file."""
         with contextlib.suppress(OSError):  # another user owns the file, or the file system has no modes
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0
@@ -211,8 +211,7 @@ class StoreLock:
 
     def _release(self) -> None:
         if _is_at(self._descriptor, self._path):
-            # Before unlocking, so that a process that waits with this file open detects the deletion and opens a new
-            # one.
+            # Before unlocking, so that a process that waits with this file open detects the deletion and opens another.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         self._close()

@@ -28,7 +28,7 @@ class Readers:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # with the time of their last change
+        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # leases with the time of their last change
 
     @contextlib.contextmanager
     def read_lease(self, path: str) -> Generator[None, None, None]:

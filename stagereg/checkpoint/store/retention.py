@@ -46,7 +46,7 @@ class Retention:
         self._why: dict[str, str] = {}  # reasons why checkpoints were retained in the last save, by path
         self._explains = True  # whether the file with the reasons exists, or may exist
         self._again: set[int] = set()  # existing steps that this run has saved again
-        self._hidden: list[tuple[VerificationResult, str]] = []  # with hidden paths; readers may use them
+        self._hidden: list[tuple[VerificationResult, str]] = []  # with their hidden paths; readers may use them
         self._out_of_sight: list[str] = []
         self._warned: set[str] = set()
 
@@ -128,7 +128,7 @@ class Retention:
         replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
         counted = [each for each in trusted if each.path not in replaced | spared]
         why = keep.select([made, *counted], {each.path: each.manifest.metrics for each in [made, *counted]})
-        if isinstance(keep, Keep):  # another rule logs its own warnings
+        if isinstance(keep, Keep):  # a custom rule logs its own warnings
             for text in keep.warnings(made, [each for each in counted if each.path not in why]):
                 self._warn_once(text)
         old = {each.path for each in counted} - why.keys() | replaced
