@@ -161,7 +161,7 @@ OTHER = Manifest(9, 1, 1, {}).dumps().encode()
     ("name", "data", "what"),
     [
         ("manifest.json", b"{}", "not a manifest"),
-        ("manifest.json", OTHER, "of step 9"),
+        ("manifest.json", OTHER, "to step 9"),
         ("index.json", b"{", "truncated"),
         ("index.json", b"", "CRC-32 mismatch"),
     ],

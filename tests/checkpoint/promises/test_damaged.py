@@ -110,7 +110,7 @@ def test_any_damage_is_named_and_the_one_before_is_loaded(
     expected = {"flip": "CRC-32 mismatch", "cut": "truncated: ", "grow": "too long: ", "remove": "missing"}
     expected["other"] = "CRC-32 mismatch"
     if name == "manifest.json":
-        expected |= {"flip": "corrupt (", "cut": "corrupt (", "grow": "corrupt (", "other": "of step 100"}
+        expected |= {"flip": "corrupt (", "cut": "corrupt (", "grow": "corrupt (", "other": "to step 100"}
     assert expected[how] in block
     assert end == "Resumed from step 100 instead of step 200: 100 steps are repeated."
 
