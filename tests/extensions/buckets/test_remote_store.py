@@ -69,7 +69,7 @@ def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
     assert (complete(store), store.latest(), store.leftovers()) == ([], None, [path])
     assert str(store.look(path)) == "manifest.json: missing"
     for wrong in ({**files, "more": FileDigest(1, 2)}, {"__0_0.distcp": FileDigest(3, 4)}):
-        with pytest.raises(CheckpointError, match=r"did not reach.*(more: missing|too long: 7 of 3 bytes)"):
+        with pytest.raises(CheckpointError, match=r"differ from the files.*(more: missing|too long: 7 of 3 bytes)"):
             store.publish(path, Manifest(5, 1, 0, wrong), 1)
     assert names(url) == ["step-00000005.aa/__0_0.distcp"]
     assert store.publish(path, Manifest(5, 2, 0, files), 1).path == path == f"{url}/step-00000005.aa"
