@@ -46,7 +46,7 @@ class Diagnostics(CheckpointExtension):
     def start(self, setup: Setup, saves: Saves) -> None:
         rank = setup.ranks.rank
         self._every = setup.every
-        self._warned = rank > 0  # about state dicts instead of objects
+        self._warned = rank > 0 or setup.resume == "never"  # about state dicts instead of objects
         self._inspected = rank > 0  # whether the first save is checked
         self._stale = None if rank > 0 else first_save.StaleNumbers()
         self._steps = GivenSteps() if rank == 0 and setup.stores else None

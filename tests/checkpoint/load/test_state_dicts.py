@@ -71,6 +71,13 @@ def test_state_dicts_in_the_place_of_objects_are_warned_of_once(
     assert warnings(caplog, "checks") == [WARNED.format(named)] * bool(named)
 
 
+@needs("diagnostics")
+def test_a_run_that_restores_nothing_may_save_state_dicts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(str(tmp_path), resume="never") as checkpointer:  # as the adapter of Lightning, which loads itself
+        checkpointer.save(1, {"state_dict": Net().state_dict()})
+    assert warnings(caplog, "checks") == []
+
+
 def test_dicts_that_are_given_to_load_state_dict_after_the_restore_bring_objects_back(tmp_path: Path) -> None:
     model = Net()
     optimizer = optimizer_of(model)
