@@ -24,6 +24,7 @@ SWITCHES = {
     "checkpoint": "to train without checkpoints, write checkpoint.enable=false",
     "stager": _NOTHING_SAVED,
     "storage": _NOTHING_SAVED,
+    "tier": "to train without a tier, write tier=none",
 }
 """Advice for a config that lacks one of these groups."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Iterable
@@ -32,7 +33,11 @@ _NOT_A_DEFAULT = re.compile(
     r"Could not override '([\w@./]+)'.*\n(?:Did you mean to override (\S+)\?\n)?"
     r"To append to your default list use (\+\S+)"
 )
-_CHOSEN = {"joinable": "+joinable@join.joinables.NAME", "join_hook": "+join_hook@join.joinables.NAME.hook"}
+_CHOSEN = {
+    "joinable": "+joinable@join.joinables.NAME",
+    "join_hook": "+join_hook@join.joinables.NAME.hook",
+    "on_commit": "+on_commit@checkpoint.on_commit.NAME",
+}
 """Overrides that select an option of a kind, for kinds whose name alone does not select it."""
 
 
@@ -53,7 +58,8 @@ def explain(error: BaseException | None) -> str:
         elif found := _NOT_A_DEFAULT.match(str(error)):
             near = f" Did you mean {found[2]}?" if found[2] else ""
             line = f"the defaults of the config do not contain {found[1]}, so it cannot be replaced.{near}"
-            line = f"{line} To add it, write {found[3]}"
+            kind, _, name = found[3].partition("=")
+            line = f"{line} To add it, write {_CHOSEN.get(kind[1:], kind)}={name}"
         elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
             line = "a config group takes the name of an option. For no option, write ~GROUP instead of GROUP=null"
             line = next((hint for group, hint in SWITCHES.items() if f"{group}=null" in sys.argv), line)
@@ -66,9 +72,10 @@ def refuse_unused(config: DictConfig, overrides: Iterable[str]) -> None:
     for override in overrides:
         kind, _, name = override.removeprefix("+").partition("=")
         if override.startswith("+") and kind in _CHOSEN:
+            whose = "the joinable's NAME, as in stagereg.instantiate(cfg.join, NAME=...)"
             raise ConfigError(
-                f"{override} has no effect: no join reads a {kind} at the top level of the config. Write "
-                f"{_CHOSEN[kind]}={name}, with the joinable's NAME, as in stagereg.instantiate(cfg.join, NAME=...)."
+                f"{override} has no effect: nothing reads the key {kind} at the top level of the config. Write "
+                f"{_CHOSEN[kind]}={name}, with {whose if 'join' in kind else 'a NAME of your choice'}."
             )
     tree: Any = OmegaConf.to_container(config)
     for key, value in tree.items():
@@ -137,7 +144,7 @@ def _in_a_group(error: OmegaConfBaseException) -> str:
     component = _component(error.object_type)
     found = find_group(str(error.key), component) if component else None
     where = str(error.full_key).rpartition(".")[0]
-    return f" Write {where}.{found[0]}.{error.key}={_given(error)}." if found else ""
+    return f" Write {shlex.quote(f'{where}.{found[0]}.{error.key}={_given(error)}')}." if found else ""
 
 
 def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
@@ -145,7 +152,7 @@ def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
     level: dict[str, DictConfig] = {"": parent}
     name, value = str(error.key), _given(error)
     while level:
-        found = [f"{path}{name}={value}" for path, node in level.items() if path and name in node]
+        found = [shlex.quote(f"{path}{name}={value}") for path, node in level.items() if path and name in node]
         if found:
             return f" Write {' or '.join(sorted(found))}."
         level = {

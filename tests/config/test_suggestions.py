@@ -107,6 +107,20 @@ NO_NAME = "a config group takes the name of an option. For no option, write ~GRO
             "To add it, write "
             "+data@other=even",
         ),
+        (
+            "on_commit=wandb",
+            "the defaults of the config do not contain on_commit, so it cannot be replaced. To add it, write "
+            "+on_commit@checkpoint.on_commit.NAME=wandb",
+        ),
+        (
+            "rename={old: new}",
+            "the config takes no 'rename'. Write 'checkpoint.restore.rename={old: new}'. It takes: ",
+        ),
+        (
+            "checkpoint.allow_missing=[c.*]",
+            "checkpoint/default takes no 'allow_missing'. Write 'checkpoint.restore.allow_missing=[c.*]'. It takes: ",
+        ),
+        ("tier=null", "to train without a tier, write tier=none"),
         ("stager=half", "No stager named 'half'.\nAvailable: blocking, "),
         ("data=unevn", "there is no data=unevn. Did you mean 'uneven'? Available: even, uneven"),
         (

@@ -77,8 +77,9 @@ def test_a_joinable_or_hook_goes_where_a_join_looks_for_it(app: App) -> None:
     )
     named = "with the joinable's NAME, as in stagereg.instantiate(cfg.join, NAME=...)."
     unused = (
-        "stagereg: +{0}=ddp has no effect: no join reads a {0} at the top level of the config. Write +{0}@{1}=ddp, "
+        "stagereg: +{0}=ddp has no effect: nothing reads the key {0} at the top level of the config. Write +{0}@{1}="
     )
+    unused += "ddp, "
     assert app.refusal(joinable) == f"{unused.format('joinable', 'join.joinables.NAME')}{named}\n"
     assert app.refusal(hook) == f"{unused.format('join_hook', 'join.joinables.NAME.hook')}{named}\n"
     assert app.refusal(below).endswith(
