@@ -10,6 +10,7 @@ import difflib
 import re
 import signal
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 
 RESUME_CODE = 75
 """Exit code of a run that saved and exited after a signal; start the run again. ``EX_TEMPFAIL`` of sysexits.h."""
@@ -218,9 +219,14 @@ class Stopped(SystemExit):
         return type(self), (self.received, self.why)
 
 
+global_ranks: ContextVar[Sequence[int]] = ContextVar("global_ranks", default=())
+"""The global rank of each rank of the process group in use; empty if the group has all ranks."""
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks for a message, such as "rank 0" or "ranks 1, 2"; the first few of many ranks."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {few_of([*map(str, ranks)], _RANKS)}"
+    """Return ranks as :data:`global_ranks`, such as "rank 0" or "ranks 1, 2"; the first few of many ranks."""
+    texts = [str(names[each] if (names := global_ranks.get()) else each) for each in ranks]
+    return f"rank{'s' if len(ranks) > 1 else ''} {few_of(texts, _RANKS)}"
 
 
 def few_of(texts: Sequence[str], most: int, by: str = ", ") -> str:

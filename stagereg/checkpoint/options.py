@@ -212,7 +212,7 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
         first, *_ = values = [each.get(name) for each in ranks]
         for rank, other in enumerate(values):
             if other != first:
-                has = f"rank 0 has {first}, rank {rank} has {other}"
+                has = f"{group.name(0)} has {first}, {group.name(rank)} has {other}"
                 if name == EXTENSIONS:
                     raise ConfigError(
                         f"The extensions of the checkpointer are not the same on all ranks: {has}. Use the same "

@@ -91,7 +91,7 @@ class Loop:
         if self._lengths is not None:
             peers.wait_for_ranks(self._lengths.ready, "the join")
             lengths = [int(value) - 1 for value in self._lengths.wait()]
-            unknown = [str(rank) for rank, length in enumerate(lengths) if length < 0]
+            unknown = [str(rank) for rank, length in zip(self._channel.ranks, lengths, strict=True) if length < 0]
             if unknown and terms.mode == "planned":
                 raise JoinError(
                     f"{option('join.mode', 'planned')} needs the length of every rank's loader, but the loader of rank "

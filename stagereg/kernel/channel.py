@@ -101,6 +101,7 @@ class ControlChannel:
 
     Attributes:
         rank, size: this rank in the group, and the number of ranks.
+        ranks: the global ranks of the group, in order, for messages.
         thread: the channel's own thread, for jobs that wait on the channel.
         backend: a gloo backend, which ``destroy_process_group`` does not affect. Its collectives have no time limit,
             because callers wait with their own limits.
@@ -110,7 +111,7 @@ class ControlChannel:
     skips_reductions = False
 
     def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting) -> None:
-        self.rank, self.size = group.rank(), group.size()
+        self.rank, self.size, self.ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
         self.thread = WorkerThread(f"stagereg-{key.rpartition('/')[2]}")
         store: Any = PrefixStore(key, group.get_group_store())
         # Gloo's constructor also waits, but occupies the store meanwhile, and another rank's error does not end the

@@ -94,8 +94,9 @@ class Membership(ABC):
         return found
 
     def _ran_out(self) -> UnevenInputsError:
+        rank = self._channel.ranks[self._rank]
         return UnevenInputsError(
-            f"Rank {self._rank} exhausted all inputs after {self.steps} steps, but other ranks have more.", self._rank
+            f"Rank {rank} exhausted all inputs after {self.steps} steps, but other ranks have more.", rank
         )
 
     @abstractmethod
@@ -195,7 +196,7 @@ class AllReduceMembership(Membership):
         if self._rank in gone:
             raise self._ran_out()
         if gone:
-            ranks = ", ".join(map(str, gone))
+            ranks = ", ".join(str(self._channel.ranks[rank]) for rank in gone)
             self.steps -= begun
             raise UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {self.steps}.")
 
@@ -217,9 +218,10 @@ class StoreMembership(Membership):
         self._skipped = False  # whether this rank did not reduce gradients in its last step
         self.shortest, self._longest = min(lengths), max(lengths)
         if throw and self.shortest < self._longest:
-            each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
+            each = ", ".join(f"rank {rank} has {length}" for rank, length in zip(channel.ranks, lengths, strict=True))
             raise UnevenInputsError(
-                f"The inputs are uneven, so no step was taken: {each} batches.", lengths.index(self.shortest)
+                f"The inputs are uneven, so no step was taken: {each} batches.",
+                channel.ranks[lengths.index(self.shortest)],
             )
 
     def some_never_had_data(self) -> bool:

@@ -40,7 +40,7 @@ class TorchWire:
     def raise_if_exhausted(self, joined: bool = False) -> None:
         """Raise if any rank is out of data: on a rank that may throw, after it has announced or counted."""
         if self._sum(float(joined)):
-            rank = dist.get_rank(self.group) if joined else None
+            rank = dist.get_rank() if joined else None
             raise UnevenInputsError(PEER_EXHAUSTED if rank is None else f"Rank {rank} exhausted all inputs.", rank)
 
     def _sum(self, mine: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -74,3 +75,27 @@ def test_what_a_part_of_the_world_joins_is_right() -> None:
             assert difference(params, wanted) < EXACT
             assert totals == [*right_totals[:length], right_totals[-1]]
             assert sums == [3.0] * max(lengths)  # ranks without data run the function too
+
+
+def uneven_in_a_part(rank: int, world_size: int, mode: str) -> tuple[str, int | None] | None:
+    """Rank 2 has one batch, rank 1 has two; rank 0 takes no part."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    model = DistributedDataParallel(net(Case()), process_group=group)
+    try:
+        with stagereg.Join([model], throw_on_early_termination=True, mode=mode) as join:
+            for step in join.iterate([0, 1][: 3 - rank]):
+                model(batch(rank, 0, step)).sum().backward()
+    except stagereg.UnevenInputsError as error:
+        return str(error), error.rank
+    return None
+
+
+@pytest.mark.parametrize("mode", ["planned", "counted", "torch"])
+def test_uneven_ranks_of_a_part_are_named_as_in_the_world(mode: str) -> None:
+    _, first, second = run_ranks(uneven_in_a_part, 3, args=(mode,), timeout_s=30)
+    named = "rank 1 has 2, rank 2 has 1" if mode == "planned" else "Rank 2 exhausted all inputs"
+    assert named in second[0]
+    assert second[1] == 2
+    assert mode == "torch" or named in first[0]

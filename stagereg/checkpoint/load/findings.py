@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from stagereg.checkpoint.format.damage import Found, InaccessibleFile, differences, marks_of_shares
 from stagereg.checkpoint.format.manifest import Checkpoint
+from stagereg.errors import name_ranks
 
 
 class ScanResult(NamedTuple):
@@ -36,12 +37,12 @@ class MergedScan(NamedTuple):
 def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[ScanResult]) -> MergedScan:
     """Merge the messages of the ranks. On rank 0."""
     marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
-    unclear = [f"rank {rank}: {name}: {mark}" for rank, name, mark in marks if isinstance(mark, InaccessibleFile)]
+    unclear = [f"{name_ranks([of])}: {name}: {mark}" for of, name, mark in marks if isinstance(mark, InaccessibleFile)]
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
     wrong: dict[str, str] = {}
     for machine in machines if marks else ():
         wrong |= differences(chosen.manifest, marks_of_shares([looked[rank].marks for rank in machine]))
-    wrong |= {f"rank {rank}": each.corrupt for rank, each in enumerate(looked) if each.corrupt}
+    wrong |= {name_ranks([rank]): each.corrupt for rank, each in enumerate(looked) if each.corrupt}
     left = [each.left for each in looked]
     rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
     missing = [*dict.fromkeys(itertools.chain(*(each.missing for each in looked)))]

@@ -232,7 +232,8 @@ class _Attempt:
             if any(complete):
                 rank, name = found.missed[0]
                 raise CheckpointError(
-                    f"Rank {rank} does not find {self._chosen.path}/{name}, but rank {complete.index(True)} does. "
+                    f"{self._chosen.path}/{name} exists on {self._ranks.name(complete.index(True))}, but not on "
+                    f"{self._ranks.name(rank)}. "
                     f"All ranks must see the same files in {self._chosen.path.rpartition('/')[0]}."
                 )
         return found, found.wrong

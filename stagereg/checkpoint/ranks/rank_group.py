@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from stagereg.errors import CheckpointError, RankMismatchError, StageregError, kind_of, name_ranks, reason
+from stagereg.errors import CheckpointError, RankMismatchError, StageregError, global_ranks, kind_of, name_ranks, reason
 from stagereg.kernel.broken import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
 from stagereg.kernel.memory import view_of
@@ -135,6 +135,7 @@ class RankGroup:
         self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # limit of exchanges without their own
         self.rank, self.size = 0, 1
         self.numbers: Sequence[int] = range(1)  # the number of each rank in the checkpoint
+        self._named: Sequence[int] = ()  # the global rank of each of these ranks, for messages
         self._store: Any = None
         self._why = ""  # why the ranks cannot continue
         if not (dist.is_available() and dist.is_initialized()):
@@ -144,7 +145,7 @@ class RankGroup:
                 "This rank is not in the process_group of the Checkpointer. Construct it only on ranks of that group."
             )
         training = process_group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(training)
+        ranks = self._named = dist.get_process_group_ranks(training)
         present = self._await_all(training, len(ranks))
         self.group = dist.new_group(
             ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
@@ -161,8 +162,8 @@ class RankGroup:
         warned = False
         while not wait_for_keys(store, [str(each) for each in range(size)], _LONG_S):
             there = [each for each in range(size) if store.check([str(each)])]
-            missing = name_ranks([each for each in range(size) if each not in there])
-            text = f"{name_ranks(there)} constructed a Checkpointer, but {missing} did not. Construct it on all ranks."
+            missing = self.name(*(each for each in range(size) if each not in there))
+            text = f"{self.name(*there)} constructed a Checkpointer, but {missing} did not. Construct it on all ranks."
             if not warned and rank == there[0]:
                 _log.warning("stagereg: %s", text)
             warned = True
@@ -172,6 +173,20 @@ class RankGroup:
                     "wait in torch.distributed.barrier()."
                 )
         return partial(store.delete_key, str(rank))
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name these ranks by their global ranks in the messages that are written inside."""
+        token = global_ranks.set(self._named)
+        try:
+            yield
+        finally:
+            global_ranks.reset(token)
+
+    def name(self, *ranks: int) -> str:
+        """Return ranks of this group for a message, by their global ranks."""
+        with self.naming():
+            return name_ranks(ranks)
 
     def machine_of(self, rank: int) -> str:
         found: str = self._store.get(f"machine/{rank}").decode()
@@ -284,13 +299,13 @@ class RankGroup:
             return reason(error)
         if self._ask(lambda: str(self._store.check(["failure"]))) is None:  # the first rank hosted the store
             gone = gone[:1]
-        return f"{name_ranks(gone)} terminated, or the connection was lost: check the end of the output there."
+        return f"{self.name(*gone)} terminated, or the connection was lost: check the end of the output there."
 
     def _missing(self, seconds: float) -> str:
 
         def look() -> str:
             missing = [r for r in range(self.size) if r != self.rank and not self._store.check([f"waits/{r}"])]
-            return name_ranks(missing) if missing else "a rank"
+            return self.name(*missing) if missing else "a rank"
 
         who = self._ask(look) or "a rank, perhaps the one with the rendezvous store, which does not respond either,"
         return f"{who} did not reach this exchange within {seconds:.3g} s, and may hang: check the output there."
@@ -342,30 +357,31 @@ class RankGroup:
                 without one, the error of the first failed rank. An error of ``answer`` counts as an error of rank 0.
             BaseException: ``act`` or ``answer`` raised an exception that is not an ``Exception``; only on that rank.
         """
-        if self.size == 1:
-            try:
-                return answer([act()])[0]
-            except Exception as error:
-                raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
-        post, failure = _post(act)
-        self._expect_initialized(failing)
-        # Messages are bytes, so that a rank takes part even if it cannot pickle or unpickle an object.
-        with self.explaining(failing):
-            posts = self._collect(post, limit or _PATIENCE)
-        answers: list[bytes] = []
-        if self.rank == 0:
-            answers, failed = _answer(posts, answer)
-            failure = failure if failed is None else failed
-        with self.explaining(failing):
-            answered, errors = pickle.loads(self._hand_out(answers, limit or _PATIENCE))
-        if failure is not None:
-            errors[self.rank] = failure  # the original, with its cause
-            if not isinstance(failure, Exception):
-                raise failure
-        if errors:
-            cause = next(iter(errors.values())) if failure is None else failure
-            raise kind_of(errors.values())(f"{failing}: {_listed(errors)}") from _cause(cause)
-        return cast("U", answered)
+        with self.naming():
+            if self.size == 1:
+                try:
+                    return answer([act()])[0]
+                except Exception as error:
+                    raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
+            post, failure = _post(act)
+            self._expect_initialized(failing)
+            # Messages are bytes, so that a rank takes part even if it cannot pickle or unpickle an object.
+            with self.explaining(failing):
+                posts = self._collect(post, limit or _PATIENCE)
+            answers: list[bytes] = []
+            if self.rank == 0:
+                answers, failed = _answer(posts, answer)
+                failure = failure if failed is None else failed
+            with self.explaining(failing):
+                answered, errors = pickle.loads(self._hand_out(answers, limit or _PATIENCE))
+            if failure is not None:
+                errors[self.rank] = failure  # the original, with its cause
+                if not isinstance(failure, Exception):
+                    raise failure
+            if errors:
+                cause = next(iter(errors.values())) if failure is None else failure
+                raise kind_of(errors.values())(f"{failing}: {_listed(errors)}") from _cause(cause)
+            return cast("U", answered)
 
     def _expect_initialized(self, failing: str) -> None:
         if not dist.is_initialized():

@@ -123,7 +123,7 @@ class ShutdownBarrier:
             ) from error
 
     def _wait(self, group: dist.ProcessGroup, step: int | None, meanwhile: Callable[[], None], limit_s: float) -> None:
-        rank, ranks = dist.get_rank(group), [str(each) for each in range(group.size())]
+        rank, ranks = dist.get_rank(), [str(each) for each in dist.get_process_group_ranks(group)]
         self._store.compare_set("first", "", f"{rank} {position_in(group)} {_text(step)}")
         self._store.set(str(rank), _text(step))
         started, warned = time.monotonic(), False
@@ -134,7 +134,7 @@ class ShutdownBarrier:
             waited = time.monotonic() - started
             if (waited > _LONG_S and not warned) or waited > limit_s:
                 came = [int(each) for each in ranks if self._store.check([each])]
-                missing = name_ranks([each for each in range(len(ranks)) if each not in came])
+                missing = name_ranks([int(each) for each in ranks if int(each) not in came])
                 text = f"{name_ranks(came)} reached the end{_text(step)}, but {missing} did not. {_ADVICE}"
                 if waited > limit_s:
                     raise RankMismatchError(text)
@@ -151,7 +151,7 @@ class ShutdownBarrier:
         if self._group is not None and not self._came:
             self._came = True
             with contextlib.suppress(RuntimeError):  # if the rendezvous store is gone
-                self._store.set(str(dist.get_rank(self._group)), _GONE)
+                self._store.set(str(dist.get_rank()), _GONE)
 
     def look(self) -> None:
         """Check whether this rank trains after another rank reached the end and report it. On the background thread."""
@@ -160,7 +160,7 @@ class ShutdownBarrier:
             return
         rank, there, ended = self._store.get("first").decode().split(" ", 2)
         if here > int(there):
-            own = name_ranks([dist.get_rank(self._group)])
+            own = name_ranks([dist.get_rank()])
             text = f"rank {rank} reached the end{ended}, but {own} continued with another step. {_ADVICE}"
             self._store.compare_set("beyond", "", text)
 

@@ -363,7 +363,7 @@ def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
     for name in sorted({name for each in prepared for name in each.taken}):
         taken = [each.taken.get(name, 0) for each in prepared]
         if len(set(taken)) > 1:
-            counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
+            counts = ", ".join(f"{count} on {name_ranks([rank])}" for rank, count in enumerate(taken))
             raise RankMismatchError(
                 f"{name!r} is not the same on all ranks: its number of steps is {counts}. After a rank has left the "
                 "loop, it steps only the objects that the join lists: add the optimizer, the schedule or the function "

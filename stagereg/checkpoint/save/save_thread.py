@@ -195,7 +195,7 @@ class SaveThread:
 
     def _lateness(self, write: Write) -> CheckpointError:
         ranks, seconds = self.target.ranks, self.timeout_s
-        who = "it" if ranks.group is None else f"rank {ranks.rank}"
+        who = "it" if ranks.group is None else ranks.name(ranks.rank)
         limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
         return SaveTimeoutError(
             f"Step {write.request.step} was not saved: it took longer than {limit} ({who} is at: {write.at}). Check "

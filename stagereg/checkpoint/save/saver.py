@@ -264,7 +264,7 @@ class Saver:
         self._copying = None
         limit = f"{limit_s:g} s ({option('checkpoint.failure.timeout')})"
         who = f"stage() of {self._stager_name} has not returned for {limit}"
-        text = f"rank {self._ranks.rank}: Step {copying[0]} was not saved: {who}. "
+        text = f"{self._ranks.name(self._ranks.rank)}: Step {copying[0]} was not saved: {who}. "
         output.warn(f"stagereg: {text}{self._threads.describe_newest()}")
         if not self._threads.failures.warns:
             shutdown.exit_now(1)

@@ -180,7 +180,8 @@ class PreemptionConsensus(CheckpointExtension):
             self._pending = None
             self._update(signalled)
             if self._ranks.rank == 0:
-                self._stragglers.add(self._asked or 0, record.now(), step_s, busy_s)
+                with self._ranks.naming():
+                    self._stragglers.add(self._asked or 0, record.now(), step_s, busy_s)
             self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
 
     def _give_up(self, error: Exception) -> None:

@@ -22,7 +22,7 @@ from stagereg.checkpoint.options import Failure
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import CheckpointError, StagingError
+from stagereg.errors import CheckpointError, ConfigError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -249,3 +249,26 @@ def save_in_a_subgroup(rank: int, world_size: int, root: str) -> list[str]:
 def test_a_subgroup_saves_without_the_others(tmp_path: Path) -> None:
     results = run_ranks(save_in_a_subgroup, nproc=3, args=(str(tmp_path),))
     assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"]
+
+
+def differ_in_a_subgroup(rank: int, world_size: int, root: str) -> list[str]:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    with pytest.raises(ConfigError) as options:
+        Checkpointer(root, every=10 * rank, process_group=group)
+    with Checkpointer(root, process_group=group, save_last=False) as checkpointer:
+        checkpointer.save(1, {"w": torch.full((2,), float(rank))})
+        with pytest.raises(CheckpointError) as values:
+            checkpointer.wait()
+        checkpointer.save(2, {"w": torch.zeros(2)} if rank == 1 else {"w": torch.zeros(3)})
+        with pytest.raises(CheckpointError) as shapes:
+            checkpointer.wait()
+    return [str(each.value) for each in (options, values, shapes)]
+
+
+def test_messages_of_a_subgroup_name_the_ranks_of_the_job(tmp_path: Path) -> None:
+    _, *others = run_ranks(differ_in_a_subgroup, nproc=3, args=(str(tmp_path),))
+    for options, *differences in others:
+        assert "rank 1 has 10, rank 2 has 20" in options
+        assert ["'w' is not the same on ranks 1, 2" in each for each in differences] == [True, True]
