@@ -81,7 +81,7 @@ gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/benchmarks/gpu.py --out gpu-report
 
 # As root, since it makes machines; a user's own Slurm is not touched.
-slurm: $(VENV)/.ready  ## the scripts of docs/clusters.md on a Slurm cluster in the lab, which is set up and ended
+slurm: $(VENV)/.ready  ## the scripts of docs/slurm.md on a Slurm cluster in the lab, which is set up and ended
 	(command -v slurmctld && command -v munged) >/dev/null || apt-get install --yes --quiet slurm-wlm munge || true
 	STAGEREG_SLURM=1 $(BIN)/python -m pytest tests/clusters/test_slurm.py
 
