@@ -35,6 +35,8 @@ def bound(name: str, **objects: Any) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing": (lambda: stagereg.Join([]), "at least one joinable"),
+    "throw": (lambda: stagereg.Join([object()], throw=True), "no 'throw'. Did you mean 'throw_on_early_termination'"),
+    "timeuot": (lambda: stagereg.Join([object()], timeuot=9), "no 'timeuot'. Did you mean 'timeout'"),
     "an optimizer alone": (lambda: stagereg.Join([sgd()]), "Put the DDP module first"),
     "a wrapped optimizer": (lambda: stagereg.Join([StepLR(sgd(), 1).optimizer]), "Put the DDP module first"),
     "a function alone": (lambda: stagereg.Join([print]), "Put the DDP module first"),
