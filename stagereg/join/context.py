@@ -78,8 +78,8 @@ class Join:
         joinables: the joinables by name, such as ``join.joinables["metrics"]``; in a list, names are indices (``"0"``).
 
     Raises:
-        JoinError: (a ``ValueError``) the list is empty, an option is misspelt, process groups differ, the first joinable
-            cannot announce, or a step cannot be shadowed.
+        JoinError: (a ``ValueError``) the list is empty, an option is unknown, process groups differ, the first
+            joinable cannot announce, or a step cannot be shadowed.
         ConfigError: (a ``ValueError``) ``mode`` or ``average`` is not a valid value.
         UnevenInputsError: (a ``RuntimeError``) a rank ran out of data, with ``throw``; at the step or on leaving.
         PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not respond. The process group is
@@ -117,7 +117,7 @@ class Join:
         if not timeout > 0:
             raise JoinError(f"{option('join.timeout')} must be a number of seconds greater than 0, got {timeout!r}")
         options = "enable", "throw_on_early_termination", "mode", "loader", "timeout", "average"
-        for name in kwargs:  # a misspelt option would otherwise be passed to the hooks, which ignore it
+        for name in kwargs:  # a typo would otherwise be passed to the hooks, which ignore it
             if name == "throw" or get_close_matches(name, options, cutoff=0.8):
                 raise JoinError(f"Join takes no {name!r}.{nearest(name, options)}")
         adapted = adapt(named)
