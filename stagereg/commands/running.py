@@ -45,7 +45,7 @@ def run(asked: argparse.Namespace) -> int:
 
     os.environ[KEEPS_CODE] = str(os.getpid())
     parser = get_args_parser()
-    parser.prog, parser.description = "stagereg run", f"{_HELP}. The options are those of torchrun.".capitalize()
+    parser.prog, parser.description = "stagereg run", f"R{_HELP[1:]}. The options are those of torchrun."
     arguments = parser.parse_args(asked.arguments)
     ending = [each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     arguments.signals_to_handle = ",".join(ending) or "SIGRTMAX"  # never sent; torchrun rejects an empty list
