@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from stagereg.base.seeded import DrawCheck, SampleIndex, SeededDataset, seeded
-from stagereg.errors import CheckpointError, ConfigError, name_ranks
+from stagereg.errors import CheckpointError, ConfigError, few_of
 
 __all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position", "is_stateful", "seeded"]
 
@@ -289,9 +289,8 @@ class ResumableSampler(Sampler[int]):
                     "ranks had separate data, so only the same world size can resume"
                 )
         if missing := [rank for rank in range(replicas) if rank not in saved]:
-            raise CheckpointError(
-                f"the data was dealt to {replicas} ranks, but the state of {name_ranks(missing)} is missing"
-            )
+            ranks = f"rank{'s' * (len(missing) > 1)} {few_of([*map(str, missing)], 10)}"  # their numbers when saved
+            raise CheckpointError(f"the data was dealt to {replicas} ranks, but the state of {ranks} is missing")
         behind = min(states, key=lambda each: each["epoch"])
         dealt = [(epoch, [*counts]) for epoch, counts in behind["dealt"]]
         for epoch in range(behind["epoch"], max(each["epoch"] for each in states) + 1):

@@ -225,7 +225,8 @@ global_ranks: ContextVar[Sequence[int]] = ContextVar("global_ranks", default=())
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as :data:`global_ranks`, such as "rank 0" or "ranks 1, 2"; the first few of many ranks."""
-    texts = [str(names[each] if (names := global_ranks.get()) else each) for each in ranks]
+    names = global_ranks.get()
+    texts = [str(names[each] if each < len(names) else each) for each in ranks]
     return f"rank{'s' if len(ranks) > 1 else ''} {few_of(texts, _RANKS)}"
 
 

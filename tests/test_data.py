@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import stagereg
+import stagereg.errors as errors
 from stagereg.data import LoadsEveryRank, ResumableSampler, is_position
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
@@ -217,7 +219,10 @@ def test_another_dataset_or_order_is_refused_with_both_values() -> None:
                 restored(states, own, num_replicas=replicas, **changed)
 
 
-def test_ranks_of_which_nothing_is_known_are_named() -> None:
+def test_ranks_of_which_nothing_is_known_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The Checkpointer of global ranks 5 and 6 restores what four ranks saved.
+    monkeypatch.setattr(errors, "global_ranks", ContextVar("global_ranks", default=(5, 6)))
+    assert errors.name_ranks([0, 1]) == "ranks 5, 6"
     states = [ResumableSampler(range(10), 4, rank).state_dict() for rank in (0, 2)]
     with pytest.raises(CheckpointError, match="the data was dealt to 4 ranks, but the state of ranks 1, 3 is missing"):
         restored(states)
