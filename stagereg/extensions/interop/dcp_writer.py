@@ -1,9 +1,9 @@
 """A fast storage writer and a verifying reader for ``torch.distributed.checkpoint``, without a ``Checkpointer``.
 
 ``DcpWriter`` writes the files of ``storage=dcp`` to a temporary directory. When all ranks have flushed their files, the
-coordinator renames the directory to the path of the checkpoint. Its file ``checksums.json`` has the size and the CRC-32
-of each other file, in the format of a manifest (:mod:`.manifest`). ``DcpReader`` verifies these checksums before any
-rank loads a tensor. The program selects checkpoints and deletes old checkpoints; torch checks that the state fits.
+coordinator rank renames this directory to the path of the checkpoint. The file ``checksums.json`` in the directory has
+the size and the CRC-32 of each other file, in the format of a manifest (:mod:`.manifest`). ``DcpReader`` verifies the
+checksums before any rank loads a tensor. The calling program chooses which checkpoints to load and to delete.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from stagereg.extensions.interop.exchange import aside_of, exchange
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 
-_PATIENCE_S = 1.0  # seconds to wait until the thread of a failed save ends
+_PATIENCE_S = 1.0  # seconds that a save waits for another thread that saves to the same path
 _POLL_INTERVAL_S = 0.01
 _CHECKSUMS_BYTES = 1 << 28  # largest checksums.json that is read
 _FILLED = frozenset({torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -54,33 +54,33 @@ _FILLED = frozenset({torch.strided, torch.sparse_csr, torch.sparse_csc, torch.sp
 _log = logging.getLogger(__name__)
 _lock, _staging = threading.Lock(), threading.Lock()
 _saving: weakref.WeakValueDictionary[Path, threading.Thread] = weakref.WeakValueDictionary()
-"""The thread that saves to each path, on the coordinator. Saves on the main thread are not in this table.
+"""Maps the path of each running save to its thread, on the coordinator. Saves on the main thread are not in this table.
 
-If a save fails before :meth:`DcpWriter.finish`, its thread stays in the table until it ends or saves again.
+If a save fails before :meth:`DcpWriter.finish`, its path stays in the table until the thread ends or saves again.
 """
 
 
 class DcpWriter(StorageWriter, AsyncStager):
     """Writes a checkpoint that is complete or absent: ``dcp.save(state, storage_writer=stagereg.DcpWriter(path))``.
 
-    For ``save`` and ``async_save`` of ``torch.distributed.checkpoint``. Plain ``dcp.load`` reads the checkpoint;
-    :class:`DcpReader` also verifies it. All ranks must see the same file system.
+    Works with ``save`` and ``async_save`` of ``torch.distributed.checkpoint``. Plain ``dcp.load`` can read the
+    checkpoint; :class:`DcpReader` also verifies it. All ranks must see the same file system.
 
-    Until ``finish``, the files are in ``.NAME.TOKEN.tmp`` next to ``path``. If a save is killed, the next save to the
-    same path deletes that directory. A checkpoint that exists at ``path`` is replaced atomically. If the file system
-    cannot exchange directories (NFS), two renames are needed: a process that is killed between them leaves the old
-    checkpoint in ``.NAME.TOKEN.old``. Concurrent saves may share a writer, but each save needs its own path.
+    While the ranks write, the files are in ``.NAME.TOKEN.tmp`` next to ``path``, with a random token. If a save is
+    killed, the next save to the same path deletes that directory. An existing checkpoint at ``path`` is replaced
+    atomically. If the file system cannot exchange two directories (NFS), two renames are needed. A process that is
+    killed between them leaves the old checkpoint in ``.NAME.TOKEN.old``. Concurrent saves need different paths.
 
     Like torch's ``FileSystemWriter``, the writer also stages for ``async_save``, unless an ``async_stager`` is passed.
-    It uses ``stager=overlapped`` and returns complete copies from :meth:`stage`. All writers of a process share the
+    It uses the stager ``overlapped``, and :meth:`stage` returns complete copies. All writers of a process share the
     memory of one copy, or of two copies while saves overlap; :meth:`close` frees the memory.
 
     Args:
-        path: the directory of one checkpoint; ``checkpoint_id`` of ``save`` overrides it.
-        direct: ``"auto"`` bypasses the page cache if the file system supports that, ``"never"`` does not.
+        path: the directory of one checkpoint. The argument ``checkpoint_id`` of ``save`` overrides this path.
+        direct: ``"auto"`` bypasses the page cache if the file system supports it; ``"never"`` uses the page cache.
 
     Attributes:
-        path: the last directory that was set, resolved; ``None`` if no directory was set.
+        path: the absolute path of the last directory that was set; ``None`` if no directory was set.
 
     Raises:
         ConfigError: ``path`` is a URL, but object stores cannot rename directories.
@@ -102,11 +102,11 @@ class DcpWriter(StorageWriter, AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False, since :meth:`stage` returns complete copies."""
+        """False: torch need not wait for the copy, because :meth:`stage` returns only when the copy is complete."""
         return False
 
     def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a complete copy of ``state_dict`` in host memory. Raises the errors of the stager ``overlapped``."""
+        """Return a complete copy of ``state_dict`` in host memory. Errors of the stager ``overlapped`` propagate."""
         with _staging:
             copied: StateDict = _default_stager().stage(state_dict).result()
             return copied
@@ -116,7 +116,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         with _staging:
             if _default_stager.cache_info().currsize:
                 stager = _default_stager()
-                _default_stager.cache_clear()  # first, so that the next copy gets a new stager even if close() raises
+                _default_stager.cache_clear()  # before close(): the next copy needs a new stager even if close() raises
                 stager.close()
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
@@ -126,8 +126,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._save.storage = DcpStorage(direct=self._direct)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin the save on this rank. Raises ``CheckpointError`` if ``save`` has ``use_collectives=False``."""
-        if not hasattr(self._save, "storage"):  # torch calls ``reset`` only if ``save`` has a ``checkpoint_id``
+        """Begin the save on this rank. Raises ``CheckpointError`` if ``save`` was called with use_collectives=False."""
+        if not hasattr(self._save, "storage"):  # torch calls reset() only if the caller passes a checkpoint_id
             self.reset()
         self._save.storage.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
@@ -135,7 +135,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Check the path and the tensors, and return the plan unchanged.
 
         Raises:
-            CheckpointError: no path is set, other files are in the path, or a tensor could not be loaded again.
+            CheckpointError: no path is set, the directory contains files that are not part of a checkpoint, or the
+                state contains a tensor that torch could not load again.
         """
         if self._save.path is None:
             raise CheckpointError("DcpWriter has no directory. Pass DcpWriter(path), or checkpoint_id=path to save().")
@@ -156,7 +157,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Create the temporary directory. Called on the coordinator before any rank writes.
 
         Raises:
-            CheckpointError: an earlier save to the same path is still being written. Also ``OSError``.
+            CheckpointError: another thread is still writing an earlier save to the same path. Also ``OSError``.
         """
         assert self._save.path is not None
         _expect_sole(self._save.path)
@@ -171,7 +172,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         return [replace(plan, storage_data=(plan.storage_data, self._save.beside)) for plan in numbered]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and flush this rank's files, and send their digests to the coordinator. Raises ``OSError``."""
+        """Write and flush this rank's files. The results include each file's size and CRC-32. Raises ``OSError``."""
         number, beside = plan.storage_data
         self._save.storage.reset(self._save.beside or self._find_beside(beside))
         plan = replace(plan, storage_data=number)
@@ -183,10 +184,10 @@ class DcpWriter(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's metadata and the checksums, and commit. Called on the coordinator.
+        """Write torch's metadata and the checksums, then rename the directory to ``path``. Called on the coordinator.
 
         Raises:
-            CheckpointError: a written file is missing or has another size. Also ``OSError``.
+            CheckpointError: a file that a rank wrote is missing, or its size has changed. Also ``OSError``.
         """
         try:
             self._commit(metadata, results)
@@ -223,7 +224,7 @@ class DcpWriter(StorageWriter, AsyncStager):
             discard(os.fspath(old))
 
     def _find_beside(self, planned: str) -> str:
-        """Return the temporary directory of this save: ``planned``, unless torch reused the plan of an earlier save."""
+        """Return this save's temporary directory: ``planned``, unless torch reused the plan of an earlier save."""
         path, plan = cast("Path", self._save.path), Path(planned)
         if plan.parent == path.parent and temporary_of(plan.name) == path.name and os.path.isdir(planned):
             return planned
@@ -237,10 +238,10 @@ class DcpWriter(StorageWriter, AsyncStager):
 
 
 class _Save(threading.local):
-    """The save of a thread. Torch makes all calls of one save on one thread."""
+    """The state of the save on the current thread. torch makes all calls for one save on the same thread."""
 
     path: Path | None = None
-    beside = ""  # the temporary directory, on the coordinator
+    beside = ""  # path of the temporary directory; set only on the coordinator
     storage: DcpStorage
 
 
@@ -256,8 +257,8 @@ class DcpReader(FileSystemReader):
 
     Raises:
         ConfigError: ``path`` is a URL or None.
-        CheckpointError: a file is corrupt, or a tensor of the state is quantized, or sparse (torch would not fill it).
-            ``dcp.load`` wraps this error in a ``CheckpointException``.
+        CheckpointError: a file is corrupt, or the state contains a quantized or sparse COO tensor, which torch would
+            not fill. ``dcp.load`` wraps this error in a ``CheckpointException``.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -281,7 +282,7 @@ class DcpReader(FileSystemReader):
         return super().read_metadata(*args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read this rank's portion of the bytes, and send its digests to the coordinator with the plan."""
+        """Read this rank's portion of the files, and return the plan with the checksums of the bytes read."""
         if self._manifest is None:
             return plan
         return replace(
@@ -289,12 +290,12 @@ class DcpReader(FileSystemReader):
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Compare the ranks' digests with the checksums. Called on the coordinator. Raises ``CheckpointError``."""
+        """Verify the checksums that all ranks computed. Called on the coordinator. Raises ``CheckpointError``."""
         if self._manifest is None:
             _log.warning("%s has no %s, so it is loaded without verification.", self.path, CHECKSUMS)
             return plans
         found = [plan.storage_data for plan in plans]
-        if len(found) != _world_size() or None in found:  # only some ranks load, and have not read all bytes
+        if len(found) != _world_size() or None in found:  # only some ranks load, so some bytes were not read
             found = [self._contents(dict.fromkeys(self._manifest.files, WHOLE))]
         self._expect(self._manifest, marks_of_shares(found))
         return [replace(plan, storage_data=None) for plan in plans]
@@ -320,7 +321,7 @@ class DcpReader(FileSystemReader):
 
 @dataclass(frozen=True)
 class _FileResult(WriteResult):
-    """The digest of a file, sent to the coordinator as ``storage_data``; ``index.fqn`` is the file's name."""
+    """The size and checksum of a file, sent to the coordinator in ``storage_data``. ``index.fqn`` is the file name."""
 
 
 def _local(path: StrPath, what: str) -> Path:
@@ -330,7 +331,7 @@ def _local(path: StrPath, what: str) -> Path:
 
 
 def _others(path: Path) -> list[str]:
-    """Return the names in ``path`` that are not part of a checkpoint, or a description if ``path`` is a file."""
+    """Return the names in the directory ``path`` that are not part of a checkpoint. For a file, return a message."""
     if not path.is_dir():
         return ["this path is a file"]
     with os.scandir(path) as entries:
@@ -342,7 +343,7 @@ def _is_part(name: str) -> bool:
 
 
 def _left_beside(path: Path) -> list[Path]:
-    """Return the temporary directories of killed saves to ``path``, and, if ``path`` exists, replaced directories."""
+    """Return directories that killed saves to ``path`` left: temporary and, if ``path`` exists, replaced ones."""
     of = [temporary_of, aside_of] if path.exists() else [temporary_of]
     named = [each for each in path.parent.iterdir() if path.name in [find(each.name) for find in of]]
     return [each for each in named if each.is_dir() and not each.is_symlink()]
@@ -353,18 +354,18 @@ def _world_size() -> int:
 
 
 def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: str) -> None:
-    """Raise ``CheckpointError`` for a quantized or COO tensor. torch would fill only a detached COO copy."""
+    """Raise ``CheckpointError`` for a quantized tensor, or a sparse COO tensor, which torch would not fill."""
     expect_dense(name, dtype, torch.strided if layout in _FILLED else layout, verb)
 
 
 @functools.cache
 def _default_stager() -> Any:
-    """Return the stager that all writers share, since new memory for each writer would cost more than a copy."""
+    """Return the stager that all writers share, because allocating memory per writer would cost more than a copy."""
     return build("stager", "overlapped")
 
 
 def _expect_sole(path: Path) -> None:
-    """Record that this thread saves to ``path``. Raises ``CheckpointError`` if another live thread does."""
+    """Record that this thread saves to ``path``. Raises ``CheckpointError`` if another live thread saves there."""
     until = time.monotonic() + _PATIENCE_S
     while not _claim(path):
         if time.monotonic() > until:
@@ -376,7 +377,7 @@ def _expect_sole(path: Path) -> None:
 
 
 def _claim(path: Path) -> bool:
-    """Record ``path`` as the only path of this thread; return False if another live thread saves to ``path``."""
+    """Record that this thread saves to ``path``. Return False if another live thread already saves there."""
     this = threading.current_thread()
     with _lock:
         other = _saving.get(path)

@@ -12,9 +12,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def exchange(beside: Path, path: Path) -> Path:
-    """Rename ``beside`` to ``path``; return the new path of the old file, directory or link. Deletes nothing.
+    """Rename ``beside`` to ``path``, and return the path to which the old file or directory was moved. Deletes nothing.
 
-    Without an atomic exchange, a process killed between the two renames leaves the old file at an :func:`aside` path.
+    If no atomic exchange is possible, a process that is killed midway leaves the old file at an :func:`aside` path.
     """
     if not os.path.lexists(path):
         os.rename(beside, path)
@@ -34,10 +34,10 @@ def exchange(beside: Path, path: Path) -> Path:
 
 
 def aside(path: Path) -> str:
-    """Return an unpredictable name ``.NAME.TOKEN.old`` in the directory of ``path``. Creates nothing."""
+    """Return a path ``.NAME.TOKEN.old`` next to ``path``, with a random token. Creates no file."""
     return f"{temporary(path).removesuffix('tmp')}old"
 
 
 def aside_of(name: str) -> str | None:
-    """Return the file name for which :func:`aside` created ``name``; ``None`` for any other name."""
+    """Return NAME if ``name`` has the form ``.NAME.TOKEN.old`` of :func:`aside`; otherwise return ``None``."""
     return temporary_of(f"{name.removesuffix('old')}tmp") if name.endswith(".old") else None

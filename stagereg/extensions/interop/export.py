@@ -2,7 +2,7 @@
 
 One process without a process group writes the files; sharded tensors are written whole. A ``.pt`` has all values, and
 the process needs memory for all of them. A ``.safetensors`` has only the tensors, and is written tensor by tensor
-(layout: huggingface.co/docs/safetensors, "Format"). Several files get an index in the format of transformers.
+(layout: huggingface.co/docs/safetensors, "Format"). An export to several files includes an index for transformers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _Contents: TypeAlias = dict[Path, Callable[[IO[bytes]], object]]
 class TensorOptions(NamedTuple):
     """Options for the tensors in a ``.safetensors``."""
 
-    dtype: torch.dtype | None = None  # dtype of all floating-point tensors of 16 bits or more; ``None``: unchanged
-    # maximum bytes of tensors per file (a larger tensor has its own file); ``None``: one file
+    dtype: torch.dtype | None = None  # dtype of floating-point tensors of 16 bits or more; ``None`` keeps their dtypes
+    # maximum size of a file in bytes; a larger tensor gets its own file; ``None`` writes one file
     file_bytes: int | None = None
 
 
@@ -54,10 +54,11 @@ class Exported(NamedTuple):
 
 
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
-    """Write a checkpoint, or only its entry ``only`` (without the entry's name as prefix), to ``out`` or several files.
+    """Write a checkpoint to the file ``out``, or to several numbered files. Raises ``CheckpointError``, ``OSError``.
 
-    The suffix, one of :data:`SUFFIXES`, selects the format; ``options`` apply to a ``.safetensors``. With ``replace``,
-    existing files are replaced. Do not use ``checkpoint`` afterwards. Raises ``CheckpointError``, ``OSError``.
+    ``only`` selects one entry; its tensors are named without the entry's name. The suffix of ``out`` selects the
+    format; only ``.safetensors`` uses ``options``. With ``replace``, existing files are replaced. The export frees
+    tensors of ``checkpoint``, so do not use it afterwards.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:
@@ -84,8 +85,8 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
 def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
     """Write and flush all files under temporary names, then rename them one by one.
 
-    A single file is replaced atomically. Before several files are renamed, all files ``former`` are deleted, so that
-    new and old files are never mixed.
+    A single file is replaced atomically. All other files in ``former``, the files of an earlier export, are deleted
+    before the first rename, so that new and old files are never mixed.
     """
     _expect_free(former, replace)
     beside = {out: out.with_name(f".{out.name}.{new_token()}.tmp") for out in contents}
@@ -115,9 +116,6 @@ def _expect_free(paths: Iterable[Path], replace: bool) -> None:
             raise CheckpointError(f"{there} already exists. Pass --force to replace it.")
 
 
-# -- safetensors
-
-
 def _tensor_files(
     checkpoint: OpenCheckpoint, leaves: Mapping[str, Leaf], out: Path, options: TensorOptions
 ) -> _Contents:
@@ -145,7 +143,7 @@ def _dtype(leaf: Leaf, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _divided(kinds: _Kinds, most: int | None) -> list[_Kinds]:
-    """Distribute tensors in order over files of at most ``most`` bytes; a larger tensor has its own file."""
+    """Assign the tensors, in order, to files of at most ``most`` bytes. A larger tensor gets its own file."""
     divided: list[_Kinds] = [{}]
     size = 0
     for name, (dtype, shape) in kinds.items():
@@ -159,7 +157,7 @@ def _divided(kinds: _Kinds, most: int | None) -> list[_Kinds]:
 
 
 def _numbered(out: Path, number: int, count: int) -> Path:
-    """Return the path of one of several files, with the naming scheme of transformers and huggingface_hub."""
+    """Return the path of file ``number`` of ``count`` files, in the naming scheme of transformers."""
     return out.with_name(f"{out.stem}-{number:05}-of-{count:05}{SAFETENSORS}")
 
 
@@ -173,7 +171,7 @@ def _family(out: Path) -> list[Path]:
 def _write_tensors(
     files: CheckpointFiles, leaves: Mapping[str, Leaf], kinds: _Kinds, about: Mapping[str, str], file: IO[bytes]
 ) -> None:
-    # The order of the safetensors library: by element size, so that every tensor is aligned, then by name.
+    # Use the order of the safetensors library: first by element size, so that every tensor is aligned, then by name.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     file.write(head({name: kinds[name] for name in order}, about))
     for name in order:
@@ -187,7 +185,7 @@ def _write_tensors(
 
 def _cast(name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = x.to(dtype)
-    # Two checks, since isinf allocates memory and the first check suffices for most tensors.
+    # isinf() allocates memory, so the original tensor is checked only if the converted tensor has infinite values.
     if cast is not x and bool(cast.isinf().any()) and bool((cast.isinf() & ~x.isinf()).any()):
         raise CheckpointError(f"{name!r:.100} has values that are too large for {dtype}; use another dtype.")
     return cast
@@ -201,9 +199,9 @@ def _write_index(divided: Mapping[Path, _Kinds], file: IO[bytes]) -> None:
 
 
 def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    """Replace NumPy numbers in a structure, in place, with Python numbers, since ``weights_only`` rejects NumPy.
+    """Replace NumPy numbers in a structure with Python numbers, because ``weights_only=True`` rejects NumPy.
 
-    ``known`` maps the ID of each container to the container and its result, since a container may occur repeatedly.
+    Dicts and lists change in place. ``known`` maps the id of each visited container to the container and its result.
     """
     if not isinstance(value, (dict, list, tuple, set, frozenset)):
         return value.item() if type(value).__module__ == "numpy" else value
@@ -220,10 +218,10 @@ def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _write_pt(state: Any, file: IO[bytes]) -> None:
-    """Write a ``.pt`` and load it with ``weights_only=True`` as a check. Raises ``CheckpointError``, ``OSError``."""
+    """Write a ``.pt``, then check that ``weights_only=True`` can load it. Raises ``CheckpointError``, ``OSError``."""
     try:
         torch.save(state, file)
-    except Exception as error:  # after an error of the file, torch may raise another error that hides it
+    except Exception as error:  # torch may raise its own error after an OSError of the file
         failed = next((each for each in causes(error) if isinstance(each, OSError)), None)
         text = f"torch.save failed: {reason(error)}. To export only the tensors, write a .safetensors."
         raise failed or CheckpointError(text) from (None if failed else error)

@@ -1,4 +1,4 @@
-"""The checkpoint formats of other programs that a checkpoint store reads or names (:class:`.ForeignFormat`)."""
+"""The checkpoint formats of other programs (:class:`.ForeignFormat`), which stagereg can load or at least identify."""
 
 from __future__ import annotations
 

@@ -40,10 +40,11 @@ class HuggingFaceExport:
             deleted; otherwise each checkpoint replaces the previous one.
         pretrained: a directory that ``save_pretrained`` wrote, for example ``model.config.save_pretrained(path)``. Its
             config and tokenizer files are copied, without weights. ``None`` exports only the weights.
-        model: the entry of the state that has the model.
+        model: the name of the state entry that contains the model.
         dtype: the dtype of all floating-point tensors in the files; ``None`` keeps the saved dtypes.
         max_shard_size: the largest size of one file; a larger model is written to several files with an index.
-        upload: the repository, ``user/name``, to which ``huggingface_hub`` uploads the directory; ``None``: no upload.
+        upload: the repository, ``user/name``, to which ``huggingface_hub`` uploads the directory. By default, the
+            directory is not uploaded.
     """
 
     def __init__(

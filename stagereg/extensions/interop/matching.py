@@ -1,8 +1,8 @@
-"""Restore directories that other programs saved with ``torch.distributed.checkpoint``, under other entry names.
+"""Restore directories that other programs saved with ``torch.distributed.checkpoint``, under different entry names.
 
 torch's recipes name a model ``model`` and its optimizer ``optim``; torchtitan saves parameters without a prefix;
-Lightning uses ``state_dict`` and ``optimizer_0``. So a module is matched to the prefix with most of its names, and an
-optimizer to the prefix with most of its parameters. The entry's name breaks ties. Other entries are matched by name.
+Lightning uses ``state_dict`` and ``optimizer_0``. So a module or optimizer is restored from the name prefix under which
+most of its parameters were saved. In a tie, the prefix that equals the entry's name wins. Other values match by name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _STEP_NAME = re.compile(r"\bstep[-=_](\d{1,18})\b")
 
 
 class MatchedFiles(CheckpointFiles):
-    """The files of a directory that torch wrote; :meth:`match` assigns its values to the entries of a state."""
+    """The files of a directory that torch wrote. :meth:`match` assigns the saved values to the entries of a state."""
 
     def __init__(self, path: str) -> None:
         files, self._tree = open_plain_dcp(path)
         super().__init__(path, files.index)
 
     def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        """Assign saved values to the entries of a state, and read optimizer options. Also raises ``OSError``."""
+        """Assign the saved values to the entries of ``state``. Raises ``CheckpointError``, ``OSError``."""
         tree = {here: self._tree[saved] for here, saved in name_map.rename_entries(self._tree, state).items()}
         if any(map(optimizer_state.optimizers_of, state.values())):
             tree = by_name(self, tree)
@@ -76,7 +76,10 @@ class MatchedFiles(CheckpointFiles):
 
 
 def described(path: str) -> Manifest:
-    """Return a manifest without files. The step is ``train_state.step``, ``step``, the step in the path, or 0."""
+    """Return a manifest without files for a directory that torch wrote.
+
+    The step is the saved value ``train_state.step`` or ``step``, otherwise the number in the path, otherwise 0.
+    """
     files, tree = open_plain_dcp(path)
     with files:
         train_state = tree.get("train_state")
@@ -92,13 +95,13 @@ def described(path: str) -> Manifest:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return whether the state of a value is empty, so that torch saves nothing for the value."""
+    """Return whether a value has an empty state dict, for which torch saves nothing."""
     state = getattr(value, "state_dict", lambda: value)()
     return isinstance(state, Mapping) and not state
 
 
 def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], optimizers: dict[str, Any]) -> None:
-    """Collect all optimizers, and all leaves outside of optimizers, by dotted name."""
+    """Add the optimizer states in ``tree`` to ``optimizers``, and all other values to ``leaves``, by dotted name."""
     for key, value in tree.items():
         if isinstance(value, Leaf):
             leaves[f"{prefix}{key}"] = value
@@ -109,7 +112,7 @@ def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], opti
 
 
 def _most_alike(entry: str, there: Iterable[str], wanted: Collection[str]) -> str | None:
-    """Return the prefix that most of the wanted names have in ``there``; ``None`` if no wanted name occurs."""
+    """Return the prefix under which most wanted names were saved (``there``); ``None`` if none of them was saved."""
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")

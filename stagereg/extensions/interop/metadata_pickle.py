@@ -7,15 +7,15 @@ from typing import Any
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler
 
 _METADATA = "torch.distributed.checkpoint.metadata.Metadata"
-_SMALL_BYTES = 1 << 20  # larger content is not checked; a check takes milliseconds
+_SMALL_BYTES = 1 << 20  # largest content that is checked, so that a check takes only milliseconds
 
 
 class _Look(BoundedUnpickler):
-    """Replaces each object in a pickle with the name of its class. Constructs no objects."""
+    """An unpickler that constructs no objects: it replaces each object with the name of its class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in ("torch", "builtins", "pathlib"):
-            text = f"its .metadata names {module:.100}.{name:.100}, which is not metadata. Nothing was imported."
+            text = f"the file names {module:.100}.{name:.100}, which is not torch metadata. Nothing was imported."
             raise ValueError(text)
         return super().find_class(module, name)
 
@@ -31,7 +31,7 @@ class _Look(BoundedUnpickler):
 
 
 def expect_metadata(content: bytes) -> None:
-    """Raise ``ValueError`` if the content of a small ``.metadata`` is not torch metadata. Does not import torch."""
+    """Raise ``ValueError`` if ``content`` is not torch metadata. Accepts large content unchecked; imports no torch."""
     if len(content) > _SMALL_BYTES:
         return
     try:

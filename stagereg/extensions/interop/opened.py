@@ -47,7 +47,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         verified: whether the content of every file was compared with its checksum.
         entries: the names of the state's entries.
         files: the files of the checkpoint.
-        structures: the entries by name, with an unread :class:`.Leaf` for each tensor and object.
+        structures: the nested structure of each entry, with a :class:`.Leaf` for each tensor or object, not yet read.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         """Return the saved value of an entry: a plain value, or a state dict with its tensors.
 
         Args:
-            name: one of ``entries``; with ``rank``, also the name of a value of :func:`stagereg.per_rank`.
-            rank: the rank whose values are returned if ranks have different values; by default the lowest rank.
+            name: one of ``entries``; with ``rank``, also the name of a value saved with :func:`stagereg.per_rank`.
+            rank: the rank whose value is returned if the ranks saved different values; by default the lowest rank.
 
         Raises:
             CheckpointError: the entry does not exist or cannot be read.
@@ -103,7 +103,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
             return encoding.fill(structure)
 
     def structure(self, name: str, rank: int | None = None) -> Any:
-        """Return the structure of an entry, with a :class:`.Leaf` per tensor. Raises ``CheckpointError`` if missing."""
+        """Return an entry, with a :class:`.Leaf` for each tensor. Raises ``CheckpointError`` for an unknown name."""
         own = name if rank is None else entries.rank_name(name, rank)
         if own in self.structures:
             return self.structures[own]
@@ -139,7 +139,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         return wanted.value
 
     def _mapped(self, stored: Stored) -> torch.Tensor | None:
-        """Map a tensor that is stored whole in a local file; return ``None`` if the tensor cannot be mapped."""
+        """Return a tensor mapped from a local file; ``None`` unless the file has the whole tensor in mappable form."""
         if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
             return None
         [chunk] = stored.chunks
@@ -158,7 +158,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
 
 def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> OpenCheckpoint:
-    """Open a valid checkpoint, which then owns the resources in ``reading``. Raises ``CheckpointError``."""
+    """Open the checkpoint ``chosen``. The result later closes the resources in ``reading``. Raises CheckpointError."""
     if chosen.writer:
         if local_part(chosen.path) is None:
             raise CheckpointError(f"Cannot read {chosen.path} from a URL: torch wrote it. Copy it to a local disk.")
@@ -177,7 +177,7 @@ def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> 
 
 
 def _entry(files: CheckpointFiles, name: str, rank: int | None = None) -> Any:
-    """Return the structure of an entry for ``rank``, by default the lowest. Optimizer states have torch's form."""
+    """Return an entry as saved by ``rank``, by default the lowest rank. Optimizer states have torch's form."""
     structure = files.structure(name, rank)
     return as_torchs(structure) if optimizer_forms.is_by_name(structure) else structure
 

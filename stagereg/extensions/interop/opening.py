@@ -26,14 +26,14 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
     """Open a checkpoint to read its tensors by name.
 
     Args:
-        path: a path or URL of a checkpoint, also of ``torch.distributed.checkpoint``; or of a checkpoint directory,
-            to open its newest valid checkpoint, with a warning for each newer corrupt checkpoint.
-        verify: whether to read every file first and compare its checksum. Otherwise only the index is compared with its
-            checksum, and the sizes of the files with the manifest.
+        path: a path or URL of one checkpoint, which ``torch.distributed.checkpoint`` may have written, or of a
+            checkpoint directory. A directory opens its newest valid checkpoint; newer corrupt checkpoints log warnings.
+        verify: whether to read every file first and verify its checksum. Otherwise only the checksum of the index and
+            the sizes of the files are verified.
 
     Raises:
         CheckpointError: no checkpoint exists, or the checkpoint is incomplete, corrupt or in another format; or
-            ``verify`` is set, but plain torch wrote the checkpoint, without checksums.
+            ``verify`` is set, but the checkpoint has no checksums, because plain torch wrote it.
         ConfigError: the URL is not supported, or a package for its protocol is not installed.
 
     Example::
@@ -53,9 +53,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
 
 
 def open_newest(path: str, verify: bool, on_skip: Callable[[VerificationResult], object]) -> OpenCheckpoint:
-    """Open a checkpoint like :func:`open_checkpoint`, but ignore ``verify`` for a checkpoint of plain torch.
+    """Open a checkpoint like :func:`open_checkpoint`, but ignore ``verify`` if plain torch wrote the checkpoint.
 
-    ``on_skip`` is called with each newer checkpoint that is corrupt.
+    ``on_skip`` is called with each corrupt checkpoint that is newer than the opened checkpoint.
     """
     with refusing(path), ExitStack() as reading:
         chosen, skipped = newest(path, verify, reading)

@@ -38,7 +38,7 @@ _TRANSFORMERS = (
 
 
 def expect_none(path: str) -> None:
-    """Raise ``CheckpointError`` if a local path is in another format; the message has the code that loads it."""
+    """Raise ``CheckpointError`` if a local file has another format. The message shows code that loads the file."""
     try:
         local = local_part(path)
         found = None if local is None else _what(local)
@@ -53,7 +53,7 @@ def expect_none(path: str) -> None:
 
 
 def warn(root: str) -> None:
-    """Log the newest weights file in a local directory without checkpoints, with the code that loads the file."""
+    """Log the newest file with weights in a local directory without checkpoints, and code that loads this file."""
     if (local := local_part(root)) is None:
         return
     with contextlib.suppress(OSError), os.scandir(local) as listing:

@@ -1,8 +1,8 @@
 """Read directories that ``torch.distributed.checkpoint.save`` wrote, for example in torchtitan or Lightning.
 
-torch unpickles ``.metadata`` and all values, which may run code. This module reads ``.metadata`` with
-:mod:`~stagereg.extensions.interop.torch_metadata` and values with :mod:`~stagereg.checkpoint.format.pickled`, which run
-no code. As in torch, integer keys of dicts become strings, and empty containers are lost.
+torch unpickles ``.metadata`` and all values, so torch may run code from these files. This module runs no code: it uses
+:mod:`~stagereg.extensions.interop.torch_metadata` and :mod:`~stagereg.checkpoint.format.pickled` instead of pickle. As
+in torch, integer keys of dicts become strings, and empty containers are lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LONGEST_OPTION = 1 << 20  # maximum number of values and characters in one opti
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
-    """Return the files of a directory, and the structure of its state, without values. Raises ``CheckpointError``."""
+    """Return a directory's files and its nested state, with unread leaves as values. Raises ``CheckpointError``."""
     folder = Path(path).expanduser()
     try:
         metadata = loads(read_small(os.path.realpath(folder / METADATA), METADATA_BYTES))
@@ -62,10 +62,10 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
 
 
 def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
-    """Raise ``ValueError`` if two values have the same path, or if a structure with all paths would be too large.
+    """Raise ``ValueError`` if two values have the same path in the state, or if the nested state would be too large.
 
-    A structure is too large if it has many more containers or list items than values, or much longer dotted names: a
-    pickle stores a long key only once, but every dotted name repeats the key.
+    A state is too large if it has many more containers or list items than values, or much longer dotted names than the
+    pickle: the pickle stores a long key only once, but every dotted name repeats the key.
     """
     inside: defaultdict[tuple[str | int, ...], set[int]] = defaultdict(set)
     dotted_left = 16 * sum(map(len, ways)) + _DOTTED
@@ -89,9 +89,9 @@ def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
 
 
 def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return structures in which optimizer states have torch's form, with the names of parameters.
+    """Convert all optimizer states in ``structures`` to torch's form, with names instead of numbers for parameters.
 
-    Reads optimizer options, since parameters with the same options form a group. Raises the errors of ``files.read``.
+    This reads the optimizer options, because parameters with equal options form one group. Read errors propagate.
     """
     found = {}
     for name, value in structures.items():
@@ -115,11 +115,11 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
 
 
 def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state by parameter name, from values that other programs saved with dotted names.
+    """Return an optimizer state by parameter name, built from values that other programs saved under dotted names.
 
-    All programs save ``state.fc.weight.exp_avg``. torch's flattened state dicts and torchtitan save
-    ``param_groups.fc.weight.lr`` for each parameter; parameters with the same options form a group. Other programs save
-    ``param_groups.0.lr`` and ``param_groups.0.params``. Options that are tensors must have been read.
+    All programs save names like ``state.fc.weight.exp_avg``. torch's flattened state dicts and torchtitan save
+    ``param_groups.fc.weight.lr`` for each parameter, so parameters with equal options form a group. Other programs
+    save ``param_groups.0.lr`` and ``param_groups.0.params``. The caller must have read options that are tensors.
     """
     options: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -147,9 +147,9 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state by parameter name to torch's form, a list of groups; parameters keep their names.
+    """Convert an optimizer state by parameter name to torch's form, a list of groups. Parameters keep their names.
 
-    Values that belong to no parameter keep their keys, if there is one optimizer and no key is a parameter's name.
+    If there is one optimizer, values of its state that belong to no parameter keep their keys.
     """
     state, groups = {**saved[STATE]}, [*saved[GROUPS].values()]
     parts = [*saved.get(OPTIMIZERS, {}).values()]
@@ -162,7 +162,7 @@ def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expect_short_option(key: str, option: Any) -> None:
-    """Raise ``CheckpointError`` if the text of a value is too large, for example since it has one list many times."""
+    """Raise ``CheckpointError`` if the string of an option would be too large, for example with many nested lists."""
     left, length = [option], 0
     while left:
         value = left.pop()
@@ -174,7 +174,7 @@ def _expect_short_option(key: str, option: Any) -> None:
 
 
 def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``saved`` and those values of the state dict ``value`` that belong to no parameter, unless flattened."""
+    """Add the values that belong to no parameter from the state dict ``value`` to ``saved``, unless it is flattened."""
     state, groups = value.get("state"), value.get("param_groups")
     if not isinstance(state, dict) or groups is None:
         return {**saved}
@@ -184,7 +184,7 @@ def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, A
 
 
 def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metadata.MetadataIndex, Any]:
-    """Mark quantized tensors as objects in the metadata, since archives have their scales. Return all locations."""
+    """Change quantized tensors in the metadata to objects, as only a pickle has their scales. Return all locations."""
     quantized = {
         name: torch_metadata.BytesStorageMetadata()
         for name, entry in metadata.state_dict_metadata.items()
@@ -198,7 +198,7 @@ def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metad
 
 
 def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
-    """Return the names of objects, and of tensors that wrap others: their archives are smaller than their elements."""
+    """Return the names of objects and wrapper tensors. A wrapper's file is smaller than its elements would be."""
     lengths: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
         lengths[index.fqn] += info.length
@@ -211,14 +211,14 @@ def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
 
 
 def _located(folder: Path, info: Any) -> Any:
-    """Return a location with the real path of its file, since the file in the directory may be a link."""
+    """Return ``info`` with the real path of its file, because the file may be a symbolic link."""
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError("its values are transformed by an extension of torch's format, which is not supported.")
+        raise CheckpointError("an extension of torch's format transformed the saved values, which is not supported.")
     return replace(info, relative_path=_real_path(folder, info.relative_path))
 
 
 @cache
 def _real_path(folder: Path, name: str) -> str:
     if Path(name).name != name:
-        raise CheckpointError(f"it names {name[:100]!r}, which is not a file in the directory.")
+        raise CheckpointError(f"the metadata names {name[:100]!r}, which is not a file in the directory.")
     return str((folder / name).resolve())

@@ -39,7 +39,7 @@ class _RemoteFiles(FileSystem):
 class FilesReader(FileSystemReader):
     """Reads the directory or URL ``path`` like torch's reader, but runs no code from ``.metadata``.
 
-    ``unpack`` converts the stored bytes of an entry to the bytes of ``torch.save``.
+    ``unpack`` converts the stored bytes of an object to the bytes that ``torch.save`` would write.
     """
 
     def __init__(self, path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Restore from directories that torch wrote, in the checkpoint directory of the run or named by ``resume``."""
+"""Restore from directories that torch wrote, in the checkpoint directory of the run or at the path in ``resume``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TorchSource(StoreSource):
 
 
 class TorchDirectories(RestoreExtension):
-    """Provides :class:`TorchSource`; warns about directories without checksums, and weights that a restore ignores."""
+    """Adds :class:`TorchSource` to a restore. Logs warnings for unverified directories and for unused weights files."""
 
     def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
         return [TorchSource(request)]
@@ -58,9 +58,9 @@ class TorchDirectories(RestoreExtension):
 
 
 def _without_ranks(found: VerificationResult, by_name: bool = True) -> VerificationResult:
-    """Return a directory as a candidate for any world size, without files if their checksums are unknown.
+    """Return ``found`` with a manifest for any world size, and without files if their checksums are unknown.
 
-    The step is from the directory's name, or with ``by_name=False`` from the state in the directory.
+    The step comes from the directory's name, or with ``by_name=False`` from the saved state.
     """
     assert found.manifest is not None
     if found.damages:

@@ -54,7 +54,7 @@ _BUFFER_BYTES = 1 << 22  # all tensors are buffered, since the format does not a
 
 
 def head(tensors: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file. The bytes of the tensors must follow in the order of ``tensors``, row-major.
+    """Return the header of a file. After it, write the bytes of the tensors, row-major, in the order of ``tensors``.
 
     All dtypes must be in :data:`DTYPES`. Tensors with larger elements must come first, so that each tensor is aligned.
     """
@@ -73,8 +73,8 @@ class SafetensorsStorage(FileStorage):
     """Writes files for ``safetensors.torch.load_file``. Requires the package ``safetensors``.
 
     ``torch.distributed.checkpoint.load(..., storage_reader=HuggingFaceStorageReader(path))`` reads only the tensors;
-    :meth:`reader` reads all values. Tied tensors are written once for each name. A tensor that the format does not
-    support (sparse, quantized, or another dtype) is an error.
+    :meth:`reader` reads all values. Tied tensors are written once for each name. Sparse and quantized tensors, and
+    tensors of a dtype that the format does not support, are rejected.
 
     Args:
         path: the directory; torch and the checkpointer set a new directory for each checkpoint.

@@ -14,12 +14,12 @@ from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 @register("stager", "torch_default")
 class TorchDefaultStager(AsyncStager):
-    """Wraps torch's ``DefaultStager``, with the errors of the other stagers for invalid options and after ``close()``.
+    """Wraps torch's ``DefaultStager``. Invalid options and use after ``close()`` raise the errors of other stagers.
 
     ``DefaultStager`` breaks guarantees of ``AsyncStager`` (torch 2.13). The next ``stage`` silently overwrites a copy
     that is still being written to storage, so wait for that write first. With ``use_async_staging``, training must not
-    change tensors until the future is done. A view is copied with its whole storage. A tensor that was resized in place
-    (``resize_``) raises ``AssertionError``.
+    change tensors until the future is done. A view is copied with its whole storage. Staging a tensor that was resized
+    in place (``resize_``) raises ``AssertionError``.
 
     Args:
         use_pinned_memory: use page-locked memory for copies; ``None``: only if an accelerator is available.
@@ -58,7 +58,7 @@ class TorchDefaultStager(AsyncStager):
 
         Raises:
             StagerClosedError: the stager is closed.
-            Exception: any error of torch, unchanged; with ``use_async_staging``, the future raises it.
+            Exception: errors of torch propagate; with ``use_async_staging``, the future raises them.
         """
         if self._closed:
             raise StagerClosedError

@@ -1,6 +1,6 @@
 """Verify directories that ``torch.distributed.checkpoint`` wrote, with :class:`stagereg.DcpWriter` or torch's writer.
 
-Such a directory has no manifest, and no run counts, replaces or deletes it. ``DcpWriter`` records the size and the
+Such a directory has no manifest. Runs do not count, replace or delete it. ``DcpWriter`` records the size and the
 checksum of each file. torch's own writer records no checksums; its ``.metadata`` gives a minimum size of each file.
 """
 
@@ -26,13 +26,13 @@ from stagereg.extensions.interop.metadata_pickle import expect_metadata
 
 DCP_WRITER = "DcpWriter"
 _MOST_BYTES = 1 << 30  # largest file that is read
-_MODULE = b"torch.distributed.checkpoint.metadata"  # a module name in each pickle of torch's metadata
+_MODULE = b"torch.distributed.checkpoint.metadata"  # module name that each pickle of torch's metadata contains
 
 
 def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-    """Return the condition of a directory; ``there`` is its listing.
+    """Verify the directory ``path``. ``there`` maps the names in the directory to their sizes or errors.
 
-    If ``.metadata`` or the checksums cannot be read, the manifest of the result has no files.
+    If ``.metadata`` or the checksums cannot be read, the manifest in the result has no files.
     """
     step = step_within(path.rpartition("/")[2]) or 0
     name = CHECKSUMS if CHECKSUMS in there else METADATA
@@ -55,7 +55,7 @@ def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> Verific
 def _of_torch(
     manifest: Manifest, content: bytes, path: str, there: Mapping[str, int | str]
 ) -> tuple[Manifest, dict[str, str]]:
-    """Return the manifest with the files of ``.metadata``, and the errors of these files."""
+    """Return the manifest with the files that ``.metadata`` names, and the error of each missing or truncated file."""
     expect_metadata(content)
     least = {METADATA: len(content), **_file_sizes(content)}
     found = {name: _followed(f"{path}/{name}", there[name]) for name in least if name in there}
@@ -66,8 +66,8 @@ def _of_torch(
 
 
 def _file_sizes(content: bytes) -> dict[str, int]:
-    """Return the minimum size of each file, by name. Raises ``ValueError`` if ``.metadata`` is invalid."""
-    if _MODULE not in content:  # checked before the import of torch, which takes 250 MiB
+    """Return the minimum size of each file in bytes, by name. Raises ``ValueError`` if ``.metadata`` is invalid."""
+    if _MODULE not in content:  # checked before torch is imported, which takes 250 MiB of memory
         raise ValueError("not torch metadata")
     from stagereg.extensions.interop.torch_metadata import loads
 
@@ -76,7 +76,7 @@ def _file_sizes(content: bytes) -> dict[str, int]:
         for info in loads(content).storage_data.values():
             name, end = info.relative_path, info.offset + info.length
             if not is_name(name) or "/" in name or name in (".", ".."):
-                raise ValueError(f"it names {name!r:.100}, which is not a file in the directory")
+                raise ValueError(f"the metadata names {name!r:.100}, which is not a file in the directory")
             sizes[name] = max(end, sizes.get(name, 0))
     except CheckpointError as error:
         raise ValueError(str(error)) from error
@@ -87,12 +87,12 @@ def _read(backend: Backend, path: str, name: str, there: int | str) -> bytes:
     if isinstance(there, str):
         raise ValueError(there)
     if there > _MOST_BYTES:
-        raise ValueError(f"its size is too large: {there:,} bytes")
+        raise ValueError(f"the file is too large: {there:,} bytes")
     return backend.read(f"{path}/{name}")
 
 
 def _followed(path: str, there: int | str) -> int | str:
-    """Return the size of a link's target, since torch and restores follow links; otherwise the listed size."""
+    """Return the listed size; for a symbolic link, the size of its target, because torch and restores follow links."""
     try:
         return os.stat(path).st_size if os.path.islink(path) else there
     except OSError as error:

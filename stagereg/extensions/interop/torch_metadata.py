@@ -1,7 +1,7 @@
-"""Read ``.metadata`` of ``torch.distributed.checkpoint``, a pickle, without running its code.
+"""Read the pickle ``.metadata`` of ``torch.distributed.checkpoint`` without running code from it.
 
 torch unpickles this file, which may run code. This module accepts only the types of torch's metadata, checks the type
-of each value, and imports nothing. Instructions of the pickle cannot change these types.
+of each value, and imports nothing. The pickle cannot modify these types.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PROPERTIES = (torch.dtype, torch.layout, bool, _ENCODING)
 
 
 def loads(content: bytes) -> Metadata:
-    """Return the metadata from the content of the file. Raises ``CheckpointError``."""
+    """Return the metadata in the content of a ``.metadata`` file. Raises ``CheckpointError`` if it is invalid."""
     try:
         with without_gc():
             metadata = _MetadataUnpickler(content).load()
@@ -61,7 +61,7 @@ def loads(content: bytes) -> Metadata:
         raise
     except Exception as error:  # any error, since the file is untrusted
         raise CheckpointError(
-            f"its {METADATA} is not valid torch metadata: {type(error).__name__}: {error!s:.200}"
+            f"the file {METADATA} is not valid torch metadata: {type(error).__name__}: {error!s:.200}"
         ) from error
     found: Metadata = metadata
     return found
@@ -73,7 +73,7 @@ class _MetadataUnpickler(BoundedUnpickler):
         if full in _DTYPES:
             return _DTYPES[full]
         if full not in _MADE:
-            text = f"its {METADATA} names {module:.100}.{name:.100}, which is not metadata. Nothing was imported."
+            text = f"{METADATA} names {module:.100}.{name:.100}, which is not torch metadata. Nothing was imported."
             raise CheckpointError(text)
         return Name(full)
 
@@ -91,7 +91,7 @@ class _MetadataUnpickler(BoundedUnpickler):
                 raise ValueError("the properties of a tensor have an unsupported type")
             made.__setstate__(state)
         elif type(made) in _OBJECTS and type(state) is dict:
-            if type(made) is MetadataIndex:  # checked before ``made`` is hashed
+            if type(made) is MetadataIndex:  # its fields must be valid before it is hashed as a key
                 _expect(state.get("fqn"), str)
                 if state.get("offset") is not None:
                     _expect_size(state["offset"])
@@ -114,9 +114,6 @@ class _MetadataUnpickler(BoundedUnpickler):
         for key in items[::2]:
             self.gone_through(len(key) if type(key) is tuple else 0)
         of.update(zip(items[::2], items[1::2], strict=True))
-
-
-# -- checking
 
 
 def _expect_sound(metadata: Any) -> None:

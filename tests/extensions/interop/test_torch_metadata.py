@@ -99,7 +99,7 @@ def test_other_pickles_are_refused_and_have_changed_nothing(content: bytes) -> N
     before = seen()
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=r"^its \.metadata is not valid torch metadata") as refused:
+        with pytest.raises(CheckpointError, match=r"^the file \.metadata is not valid torch metadata") as refused:
             reader.loads(content)
         assert tracemalloc.get_traced_memory()[1] < 100 * len(content) + 100_000
     finally:
