@@ -550,7 +550,7 @@ def test_a_failed_save_is_raised_by_the_next_one(tmp_path: Path) -> None:
         ({"checkpoint_options": {"every": 3}}, "must not contain 'every': torchtitan's own options decide it"),
         ({"checkpoint_options": {"restor": {}}}, r"takes no 'restor'\. Did you mean 'restore'"),
         ({"stager": "overlaped"}, "overlapped"),
-        ({"last_save_in_hf": True, "last_save_model_only": True}, "last_save_in_hf needs a state dict adapter"),
+        ({"last_save_in_hf": True, "last_save_model_only": True}, "last_save_in_hf requires a state dict adapter"),
     ],
 )
 def test_what_is_of_no_use_is_refused_at_the_start(tmp_path: Path, options: dict[str, Any], message: str) -> None:
