@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 NOT_EXACT = "not exact"
-"""The word for a candidate that lacks values of a failed rank."""
+"""The status of a checkpoint that was saved without the state of a failed rank."""
 
 
 def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]:
-    """Reject inexact checkpoints, so that ``"auto"`` skips them. Raises ``CheckpointError`` for another ``resume``."""
+    """Mark checkpoints without the state of a failed rank as rejected; raise ``CheckpointError`` unless ``"auto"``."""
     found = []
     for each in listed:
         if each.manifest is None or not each.manifest.lacks or each.found.damages:
@@ -50,12 +50,12 @@ def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]
 
 
 def no_reader(path: str) -> CheckpointError:
-    """Return the error for a directory that ``resume`` names, and that no source reads."""
+    """Return the error for a directory from ``resume`` that only a missing extension could read."""
     return CheckpointError(f"torch wrote {path}, and reading it {needs('interop')}")
 
 
 def none_complete(root: str) -> CheckpointError:
-    """Return the error for ``resume="latest"`` without a checkpoint."""
+    """Return the error for ``resume="latest"`` if the directory ``root`` has no complete checkpoint."""
     return CheckpointError(
         f"{option('checkpoint.resume', 'latest')} was given, but there is no complete checkpoint in {root}. "
         f"To start from scratch in this case, use {option('checkpoint.resume', 'auto')}."
@@ -63,7 +63,7 @@ def none_complete(root: str) -> CheckpointError:
 
 
 def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: Collection[str]) -> None:
-    """Warn that a resume is not exact. ``seeded``: the seeded generators by rank; ``names``: the names of the state."""
+    """Warn that the run cannot continue exactly, because the restored checkpoint lacks states of a failed rank."""
     for each, missing in chosen.manifest.lost.items():
         if not missing:
             continue
@@ -80,7 +80,7 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
 
 
 def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
-    """Log the skipped candidates on rank 0, except inexact candidates, which :func:`log_fallback` logs."""
+    """Log on rank 0 which checkpoints were skipped as invalid; :func:`log_fallback` logs the inexact checkpoints."""
     for each in skipped if ranks.rank == 0 else ():
         if each.word != NOT_EXACT:
             hints = "".join(f"\n  {why.hint}" for why in each.rejections if why.hint)
@@ -90,9 +90,9 @@ def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
 def log_begin(
     restored: Checkpoint | None, asked: RestoreRequest, dir: object, source: str | os.PathLike[str] | None
 ) -> None:
-    """Log on rank 0 the restored checkpoint, and the directory of the run unless ``source`` chose the checkpoint.
+    """Log on rank 0 which checkpoint was restored, and in which directory ``dir`` the run saves its own checkpoints.
 
-    Raises: ``CheckpointError``, on all ranks, if ``source`` has no checkpoint.
+    Raises: ``CheckpointError``, on all ranks, if the user gave a ``source`` that contains no checkpoint.
     """
     if asked.ranks.rank == 0:
         begins = "training starts from scratch" if restored is None else f"resumed from {restored.path}"
@@ -118,7 +118,7 @@ def log_fallback(chosen: Checkpoint, passed: Sequence[Candidate], ranks: RankGro
 
 
 def nothing_good(root: str, skipped: Sequence[Candidate]) -> CheckpointError:
-    """Return the error for a restore without a valid checkpoint; ``root`` is the checkpoint directory or the tier's."""
+    """Return the error for a restore that found checkpoints in ``root``, but had to skip all of them."""
     names = [each.found.name if os.path.dirname(each.path) == root else each.path for each in skipped]
     every = "\n".join(f"  {name}: {each}" for name, each in zip(names, skipped, strict=True))
     words = {each.word for each in skipped}
@@ -136,7 +136,7 @@ def nothing_good(root: str, skipped: Sequence[Candidate]) -> CheckpointError:
 
 
 def not_that_one(resume: str, damaged: Candidate) -> CorruptCheckpointError:
-    """Return the error for an invalid checkpoint that ``resume`` names."""
+    """Return the error for ``resume=PATH`` if the checkpoint ``damaged`` at that path is incomplete or corrupt."""
     what = f"it is corrupt:\n{_indented(damaged)}\n"
     if damaged.manifest is None and set(damaged.found.damages.values()) == {"missing"}:
         there = local_part(damaged.path) is None or os.path.exists(damaged.path)
@@ -157,7 +157,7 @@ def _indented(skipped: Candidate) -> str:
 
 
 def resolve_source(source: str) -> tuple[CheckpointStore, str]:
-    """Return the store and the value of ``resume`` for the path of one checkpoint or of a checkpoint directory."""
+    """Return the store for a path, and ``resume``: the path of one checkpoint, or ``"auto"`` for a directory."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
     one = name == LATEST or step_of(name) is not None or above.look(source).manifest
@@ -167,15 +167,15 @@ def resolve_source(source: str) -> tuple[CheckpointStore, str]:
 def resolve_resume(
     store: CheckpointStore, resume: str, source: str | os.PathLike[str] | None, ranks: RankGroup
 ) -> tuple[CheckpointStore, str]:
-    """Return the store and the value of ``resume`` for a restore; ``source``, if given, replaces both. Collective."""
+    """Return the store to restore from, and the path or keyword to resume; ``source`` overrides both. Collective."""
     found, what = (store, resume) if source is None else resolve_source(os.fspath(source))
-    if what not in RESUME and os.path.basename(what) == what:  # a bare name
+    if what not in RESUME and os.path.basename(what) == what:  # a name without a directory
         [what, *_] = ranks.run_on_all("Nothing was restored", lambda: path_named(found, what))
     return found, what
 
 
 def path_named(store: CheckpointStore, name: str) -> str:
-    """Return the path of a checkpoint's bare name: in ``store``, unless it exists only in the working directory."""
+    """Return the path of the checkpoint ``name``: in ``store``, or in the working directory if only that has it."""
     inside, here = f"{store.root}/{name}", os.path.realpath(name)
     if not os.path.exists(here) or here == os.path.realpath(inside):
         return inside

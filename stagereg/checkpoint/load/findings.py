@@ -1,4 +1,4 @@
-"""The results of the check of a checkpoint on all ranks before loading: corrupt files, and unmatched entries."""
+"""Results of checking a checkpoint on all ranks before it is loaded: corrupt files, and parameters without a match."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from stagereg.errors import name_ranks
 
 
 class ScanResult(NamedTuple):
-    """The message of one rank: results for its portion of the files, whether it can load, and unmatched entries."""
+    """The results of one rank, which it sends to rank 0."""
 
-    marks: dict[str, Found]
+    marks: dict[str, Found]  # digest or error of each file that this rank has checked
     can_load: bool = True
-    left: Mapping[str, Sequence[str]] = {}
+    left: Mapping[str, Sequence[str]] = {}  # saved parameters that this rank does not load, by entry
     missing: Sequence[str] = ()  # parameters without saved values that ``allow_missing`` permits
     unused: Sequence[str] = ()  # names in ``allow_missing`` that match no name on this rank
     corrupt: str = ""  # the error if no copy of the data that this rank can read is valid
 
 
 class MergedScan(NamedTuple):
-    """The results of all ranks: errors of the files, whether a rank cannot load, and entries that no rank loads."""
+    """The merged results of all ranks, which rank 0 sends to every rank."""
 
-    unclear: list[str]
-    missed: list[tuple[int, str]]
-    wrong: dict[str, str]
-    failed: bool
-    rests: dict[str, set[str]]
-    missing: list[str]
-    unused: list[str]
+    unclear: list[str]  # error messages for files that a rank could not access
+    missed: list[tuple[int, str]]  # ranks and the files that they did not find
+    wrong: dict[str, str]  # corrupt files with the error
+    failed: bool  # whether at least one rank cannot load
+    rests: dict[str, set[str]]  # saved parameters that no rank loads, by entry
+    missing: list[str]  # like ScanResult.missing, on any rank
+    unused: list[str]  # like ScanResult.unused, on all ranks
 
 
 def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[ScanResult]) -> MergedScan:
-    """Merge the messages of the ranks. On rank 0."""
+    """Merge the results of all ranks; ``looked`` lists them by rank. Called on rank 0."""
     marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
     unclear = [f"{name_ranks([of])}: {name}: {mark}" for of, name, mark in marks if isinstance(mark, InaccessibleFile)]
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]

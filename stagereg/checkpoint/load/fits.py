@@ -1,4 +1,4 @@
-"""Check whether objects accept the saved state, before anything is written into one of them."""
+"""Checks whether the objects of a program accept their saved state, before any object is changed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _DATA_PARALLEL = "module."  # prefix that DataParallel and DistributedDataParall
 def select_of_modules(
     name: str, modules: Sequence[torch.nn.Module], structure: Any, exact: bool, cast: bool, name_map: NameMap
 ) -> tuple[Any, dict[str, Any]]:
-    """Split the entry ``name`` into the values that modules load and the rest. Raises: ``CheckpointError``.
+    """Split the saved state dict of the entry ``name`` into the values that the modules load and the remaining values.
 
-    With ``exact`` the modules load as torch's own modules do, so all names, shapes and dtypes must match.
+    ``exact``: the modules use torch's ``load_state_dict``, so all names, shapes and dtypes must match; otherwise
+    ``CheckpointError`` is raised.
     """
     if not isinstance(structure, Mapping):
         raise CheckpointError("it is not the state of a module")
@@ -62,7 +63,6 @@ def select_of_modules(
 
 
 def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Any]:
-    """Return the state of a module without the name prefixes that wrappers add; see :func:`plain_names`."""
     plain = plain_names(saved, wanted)
     if [*plain] == [*plain.values()]:
         return saved
@@ -74,9 +74,10 @@ def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str
 
 
 def plain_names(saved: Iterable[str], wanted: set[str]) -> dict[str, str]:
-    """Map saved names to names without wrappers' prefixes, or to themselves if that matches no more of ``wanted``.
+    """Map each saved parameter name to the name without the prefixes that wrappers add.
 
-    ``state_dict()`` of a wrapped module has ``module.`` before all names, or ``_orig_mod`` in some names.
+    DataParallel adds ``module.`` to all names, torch.compile adds ``_orig_mod`` to some. Each name is mapped to itself
+    if removing prefixes would not increase the number of matches with the names ``wanted``.
     """
     same = {name: name for name in saved}
     strips = all(_plain(name).startswith(_DATA_PARALLEL) for name in same) and not wanted & same.keys()
@@ -98,7 +99,7 @@ def _misfits(
     rest: Mapping[str, Any],
     cast: bool,
 ) -> tuple[list[str], bool]:
-    """Describe all parameters that are missing or differ; return also whether only castable dtypes differ."""
+    """Return messages for all parameters that are missing or differ, and whether ``cast=True`` would accept them."""
     other: list[str] = []
     unfilled, converts = [], True
     for key, leaf in saved.items():
@@ -127,9 +128,9 @@ def _misfits(
 
 
 def expect_state_dicts(name: str, value: Any, structure: Any, cast: bool) -> None:
-    """Raise ``CheckpointError`` if a module's state dict in a plain value has other names, shapes or dtypes.
+    """Raise ``CheckpointError`` if ``value`` contains a module's state dict that does not match the saved state dict.
 
-    A restore would change only that dict, and not the module.
+    Names, shapes and dtypes must match, because a restore would change only the dict, and not the module.
     """
     saved = structure if isinstance(structure, Mapping) else {}
     if not is_module_state(value):
@@ -151,7 +152,7 @@ def expect_state_dicts(name: str, value: Any, structure: Any, cast: bool) -> Non
 
 
 def not_filled(path: str, value: Any, structure: Any, cast: bool) -> Iterator[str]:
-    """Yield the tensors in the dicts of a plain value that a restore leaves unchanged, with the reason."""
+    """Yield a message, with the reason, for each tensor in nested dicts that a restore does not overwrite."""
     if isinstance(value, torch.Tensor):
         there = _kind_of(structure)
         if structure is None:
@@ -172,13 +173,13 @@ def _is_alike(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, her
 
 
 def _kind_of(saved: Any) -> entries.TensorKind | None:
-    """Return the kind of a saved tensor; ``None`` for any other value."""
+    """Return dtype and shape of a saved tensor, or ``None`` if the saved value is not a tensor."""
     is_tensor = isinstance(saved, Leaf) and saved.stored.dtype is not None
     return entries.TensorKind.of(saved.stored) if is_tensor else None
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
-    """Raise ``CheckpointError`` if an object is certain to reject a state. For ``rank`` see :func:`.placing.assign`."""
+    """Raise ``CheckpointError`` if an object will certainly reject its saved state; ``rank``: see :func:`.assign`."""
     if isinstance(value, GeneratorState):
         value.expect_loadable(structure)
     elif isinstance(value, ResumableSampler) and isinstance(structure, list):

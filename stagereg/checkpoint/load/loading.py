@@ -1,4 +1,4 @@
-"""Reads one rank's data from a checkpoint, and loads it into the objects of a state."""
+"""Reads the data of one rank from a checkpoint, and loads it into the objects of the program."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _log = logging.getLogger(__name__)
 
 
 class Loading:
-    """The restore of one checkpoint on this rank. All methods run on the training thread, and are not collective.
+    """Restores one checkpoint on this rank. All methods run on the training thread, and are not collective.
 
-    ``once``: whether a :class:`.SharedReader` reads all bytes, instead of :meth:`prepare`. ``twins``: the result of
-    :func:`.seeding.lowest_twins`. ``touched``: whether objects have changed in part, so that all of them need a value.
+    ``once``: a :class:`.SharedReader` reads all bytes, instead of :meth:`prepare`. ``twins``: the result of
+    :func:`.seeding.lowest_twins`. ``touched``: an earlier attempt has changed some objects, so this checkpoint must
+    have a value for every object.
     """
 
-    files: CheckpointFiles  # the files of the checkpoint, after :meth:`prepare`
-    transfer: Transfer  # the reads into the memory of objects; with ``once`` all reads, done before :meth:`assign`
+    files: CheckpointFiles  # the files of the checkpoint; set by :meth:`prepare`
+    transfer: Transfer  # the reads into memory of objects; with ``once``, all reads, finished before :meth:`assign`
 
     def __init__(
         self, chosen: Checkpoint, asked: RestoreRequest, once: bool, twins: Mapping[str, list[int]], touched: bool
     ) -> None:
         self._chosen, self._asked, self._once, self._twins, self._touched = chosen, asked, once, twins, touched
         self._found: dict[str, Any] = {}
-        self._seeding: seeding.Seeding | None = None  # set if the checkpoint has no generators of this rank
-        self._sources: dict[int, str] = {}  # entries of other ranks' generators to read instead, by rank
-        # Parts of entries that this rank does not load, by the name of the entry and of the parameter.
-        self.left: dict[str, dict[str, Any]] = {}
+        self._seeding: seeding.Seeding | None = None  # set if the checkpoint lacks the RNG states of this rank
+        self._sources: dict[int, str] = {}  # other ranks whose RNG states are read instead, with the entry names
+        self.left: dict[str, dict[str, Any]] = {}  # saved parameters that this rank does not load, by entry and name
         self.names = NameMap(asked.rename, asked.allow_missing)
         self.missing: Sequence[str] = ()  # parameters of any rank that keep the program's values
 
     def prepare(self, files: CheckpointFiles) -> None:
-        """Read from ``files`` all data that is not read directly into the memory of objects."""
+        """Plan all reads from ``files``, and read the data that is not read directly into the memory of objects."""
         chosen, asked = self._chosen, self._asked
         self.files = files
         files.match(asked.state, asked.names, self.names)
@@ -63,7 +63,7 @@ class Loading:
         self._read()
 
     def take_rests(self, found: MergedScan) -> None:
-        """Load the parts of entries that no rank has selected into objects that accept additional values."""
+        """Pass saved parameters that no rank loads (``found.rests``) to objects that accept additional values."""
         if found.unused:
             raise CheckpointError(self.names.no_such())
         for name, rest in self.left.items():
@@ -86,7 +86,10 @@ class Loading:
                 rng.expect_valid(fill(self._found[entries.rng_name(self._asked.ranks.rank)]))
 
     def assign(self) -> seeding.Seeded | None:
-        """Load the values into the objects, and read the remaining data into them; return the seeded generators."""
+        """Read the remaining data into the objects, and load all values.
+
+        Return the generators that were seeded, or ``None`` if all generators continue from their saved state.
+        """
         saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
         rank = ranks.rank if saved_size == ranks.size else None
         own = [name for name in state if name not in self._found]
@@ -116,7 +119,7 @@ class Loading:
         if self._seeding is None:
             try:
                 rng.restore(fill(self._found[entries.rng_name(ranks.rank)]))
-            except CheckpointError as error:  # only with ``once``; otherwise :meth:`_read` checks the generators
+            except CheckpointError as error:  # only with ``once``; otherwise :meth:`_read` has checked the RNG states
                 raise CheckpointError(placing.changed_in_part(error)) from error
             return None
         saved = {each: fill(self._found[name]) for each, name in self._sources.items()}

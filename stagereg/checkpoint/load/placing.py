@@ -1,7 +1,7 @@
 """Loads the entries of a checkpoint into the objects and values of the program.
 
-:func:`find` selects the leaves (saved tensors and values) for each object, :func:`pair_live` pairs them with the
-tensors to read into, and :func:`assign` loads them. An entry that does not match is rejected before anything is read.
+:func:`find` selects the leaves (saved tensors and values) for each object, :func:`pair_live` pairs each leaf with the
+tensor to read into, and :func:`assign` loads the values. An entry that does not match is rejected before any read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stagereg.errors import CheckpointError, MissingEntryError, listed, nearest,
 
 _log = logging.getLogger(__name__)
 
-# Modules of load hooks that copy no values: FSDP2's parameters are shards already, and lazy parameters get their shape.
+# Load hooks from these Python modules do not copy values, so modules with such hooks still load as torch's own modules.
 _HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.nn.modules.lazy")
 _RANKS_OWN = re.compile(r"\.rank\d+$")
 _MORE_GROUPS = (
@@ -49,7 +49,7 @@ _MORE_GROUPS = (
 
 
 def refusal(name: str, why: str) -> str:
-    """Return the error message, with advice, for an entry that an object does not accept."""
+    """Return the error message, with advice, for an object ``name`` that does not accept its saved state."""
     return (
         f"{name!r} does not accept its saved state: {why.rstrip('.')}. If the checkpoint is of "
         f"another model, use another directory, {option('checkpoint.dir', 'PATH')}, or start from scratch "
@@ -76,29 +76,29 @@ def changed_in_part(error: Exception) -> str:
 
 
 def from_scratch(name: str) -> str:
-    """Return the advice for an entry that the checkpoint does not have."""
+    """Return the advice to start the entry ``name`` from scratch, because the checkpoint does not contain it."""
     return f"To begin {name!r} alone from scratch, add {option('checkpoint.restore.allow_missing', [name])}"
 
 
 def find(
     files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name_map: NameMap
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the saved structures for the objects and values of a state. Not collective.
+    """Return the saved structures for the objects and values of ``asked.state``. Not collective.
 
-    ``name_map`` has the renamed names, and the names that may be missing. If the checkpoint was saved without this
-    rank, values that only this rank had may be missing.
+    ``name_map`` contains the renamed parameters, and the names that may be missing. If this rank had failed before the
+    save, values that only this rank had may also be missing.
 
     Returns:
-        First the structures by name, with unread leaves, for :func:`assign`. If the world size is the same, they
-        include this rank's random number generators, named by :func:`.rng_name`. Second, by entry, the parameters that
+        First the structures by name, with unread leaves, for :func:`assign`. If the world size is unchanged, they
+        include this rank's RNG states, under the name :func:`.rng_name`. Second, by entry, the saved parameters that
         this rank does not load.
 
     Raises:
-        CheckpointError: an entry is missing or of another kind; a module or optimizer does not accept it; or a data
-            loader's state was saved with another world size.
+        CheckpointError: an entry is missing, or its object does not accept it; or the state of a data loader was saved
+            with another world size.
     """
     state, size = asked.state, chosen.manifest.world_size
-    rank = asked.ranks.rank if size == asked.ranks.size else None  # this rank in the checkpoint
+    rank = asked.ranks.rank if size == asked.ranks.size else None  # None if ranks do not correspond
     found: dict[str, Any] = {}
     left: dict[str, dict[str, Any]] = {}
     for name in sorted(state, key=lambda name: not module_state.modules_of(state[name])):
@@ -112,7 +112,7 @@ def find(
                 continue
             structure = _structure(files, name, rank)
             if structure == {} and name_map.may_miss(name):
-                continue  # for example the state of a disabled GradScaler
+                continue  # for example a disabled GradScaler, which has an empty state dict
             with _refusing(name):
                 found[name], left[name] = _taken(asked, name, structure, name_map)
         except MissingEntryError:
@@ -136,7 +136,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
-    """Return the names that ``allow_missing`` may have: entries, and parameters with or without the entry's name."""
+    """Return the valid names for ``allow_missing``: entries, parameters, and parameters with the entry as prefix."""
     found = {*state}
     for name, value in state.items():
         own: set[str] = set()
@@ -149,7 +149,7 @@ def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
 
 
 def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of saved plain values that a container with objects in ``state`` does not have yet."""
+    """Return the names of saved values that belong in a container in ``state`` but are not there yet."""
     names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
     names = [name for name in names if not _RANKS_OWN.search(name)]
     structures = {name: files.structure(name) for name in names}
@@ -161,14 +161,14 @@ def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
 
 
 def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Add the plain values of ``found`` that containers of ``state`` lack, so that they are restored."""
+    """Add a placeholder for each saved value that a container in ``state`` lacks, so that the value is restored."""
     if isinstance(state, NestedState):
         for name in filter(state.takes, found):
             state.add(name)
 
 
 def _own(files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name: str) -> Any | None:
-    """Return this rank's value of a per-rank entry; ``None`` if it does not exist."""
+    """Return this rank's saved value of a per-rank entry, or ``None`` if a ``PerRank`` value was not saved for it."""
 
     def of(rank: int) -> Any:
         own = entries.rank_name(name, rank)
@@ -195,7 +195,7 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
     there = files.index.state
     if name in there:
         return files.structure(name, rank)
-    for outer, keys in outer_names(name):  # containers that were saved as plain values
+    for outer, keys in outer_names(name):  # the checkpoint may store the container as one value
         if outer in there and (inner := find_inside(files.structure(outer, rank), keys)) is not NOTHING:
             return inner
     if entries.rank_name(name, 0) in there:
@@ -206,7 +206,7 @@ def _structure(files: CheckpointFiles, name: str, rank: int | None = None) -> An
 
 
 def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) -> tuple[Any, dict[str, Any]]:
-    """Split an entry into the part that this rank loads and the rest."""
+    """Split a saved entry into the structure that this rank loads and the parameters that it does not load."""
     state, value = asked.state, entries.value_of(asked.state, name)
     if modules := module_state.modules_of(value):
         return fits.select_of_modules(name, modules, structure, _are_torchs_own(modules), asked.cast, name_map)
@@ -240,7 +240,7 @@ def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) 
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
-    """Add the rest of an entry for a module with its own loading method. Raises: ``CheckpointError`` otherwise."""
+    """Pass saved parameters that no rank loads to a module's custom loader; raise ``CheckpointError`` without one."""
     modules = module_state.modules_of(state[name])
     if modules and not _are_torchs_own(modules):
         structure.update(rest)
@@ -250,10 +250,10 @@ def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping
 
 
 def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
-    """Pair the leaves of a structure with the live tensors of its object or value, and return the leaves.
+    """Pair each leaf (saved tensor or value) with the live tensor that it is restored into, and return the leaves.
 
-    Optimizer state that does not exist yet is paired with its parameter. Tensors are written in place only if torch
-    would do the same. With ``asked.cast`` leaves get the floating-point dtype of their live tensors.
+    Optimizer state that does not exist yet is paired with its parameter. A tensor is written in place only if torch
+    would do the same. With ``asked.cast``, saved floating-point tensors get the dtype of their live tensors.
     """
     state, names, found = asked.state, asked.names, list(marks(structure))
     if name not in state or is_position(entries.value_of(state, name)):
@@ -278,7 +278,7 @@ def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
 
 
 def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[str, list[Leaf]], list[Leaf]]:
-    """Return the leaves of modules (by entry) and of plain values that a restore writes to live tensors."""
+    """Return the leaves that a restore writes to live tensors: of modules, by entry, and of values without methods."""
     modules: dict[str, list[Leaf]] = {}
     plain: list[Leaf] = []
     for name in (name for name in found if name in state):
@@ -292,7 +292,7 @@ def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[st
 
 
 def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, Any], cast: bool) -> None:
-    """Log the tensors of plain values that a restore of the checkpoint ``path`` does not fill."""
+    """Warn of tensors in plain dicts that the checkpoint ``path`` does not overwrite, so references stay stale."""
     values = {name: entries.value_of(state, name) for name in found if name in state}
     plain = {name: x for name, x in values.items() if not (module_state.modules_of(x) or is_stateful(x))}
     lost = [each for name, value in plain.items() for each in fits.not_filled(name, value, found[name], cast)]
@@ -306,8 +306,8 @@ def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, 
 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
-    """Return the merger for plain values of ``state`` that were read. Raises the error of :func:`.differing`."""
-    own = sharing.buffers_of_ranks(state)  # entries that change the memory of their modules
+    """Return the merger for plain values of ``state`` that were read. Raises the same errors as :func:`.differing`."""
+    own = sharing.buffers_of_ranks(state)  # these entries overwrite buffers of modules on purpose
     modules, plain = written(state, {name: each for name, each in found.items() if name not in own})
     exact = {name: _are_torchs_own(module_state.modules_of(entries.value_of(state, name))) for name in modules}
     return sharing.Merger(sharing.differing(modules, exact, plain))
@@ -335,7 +335,7 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
 
 
 def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
-    """Raise ``CheckpointError`` if a module would round a saved tensor subclass into another form."""
+    """Raise ``CheckpointError`` if loading would convert a saved tensor subclass, for example to another precision."""
     modules = module_state.modules_of(entries.value_of(state, name))
     for leaf in marks(structure) if modules and _are_torchs_own(modules) else ():
         if leaf.live is None or not (wraps(leaf.value) and wraps(leaf.live)):
@@ -357,7 +357,7 @@ def _are_torchs_own(values: Iterable[Any]) -> bool:
 
 
 def _is_torchs_own(value: Any) -> bool:
-    """Return whether the state of an object consists of its tensors, and loading only copies into them."""
+    """Return whether an object loads its state with torch's own code, which only copies saved tensors."""
     if isinstance(value, Optimizer):
         return type(value).__module__.startswith("torch.optim.") and not value._optimizer_load_state_dict_pre_hooks
     if isinstance(value, torch.nn.Module):
@@ -380,13 +380,14 @@ def _loads_as_torch(module: torch.nn.Module) -> bool:
 def assign(
     asked: RestoreRequest, name: str, structure: Any, merger: sharing.Merger, rank: int | None, missing: Sequence[str]
 ) -> None:
-    """Load one entry that was read into ``state[name]``: in place into an object, or as the new plain value.
+    """Load one entry, after it was read, into the object ``state[name]``, or replace the plain value there.
 
-    ``rank`` is this rank if the entry was saved with the same world size. Modules keep the values named in ``missing``.
+    ``rank`` is this rank if the entry was saved with the same world size, and otherwise ``None``. Modules keep their
+    current values of the parameters ``missing``.
 
     Raises:
-        CheckpointError: a tensor is still on the meta device, which torch silently ignores; or the object has changed
-            the form of a tensor subclass. Other errors of the object are raised unchanged.
+        CheckpointError: a tensor is still on the meta device, which torch would silently accept; or a tensor subclass
+            does not have the saved bytes after loading. Other errors of the object are raised unchanged.
     """
     state, names, value = asked.state, asked.names, entries.value_of(asked.state, name)
     read = [*marks(structure)]

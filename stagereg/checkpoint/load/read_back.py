@@ -1,7 +1,7 @@
-"""Reads the first save of a storage back before the checkpoint is committed, as a restore would read the checkpoint.
+"""Reads the first checkpoint of a third-party storage back before the commit, in the same way as a restore.
 
 A storage of another package may write files that its own reader cannot read, or reads as different values. Without this
-check, a run would detect that only when it needs the checkpoint. Rank 0 checks the metadata of all entries. It also
+check, a run would detect the error only when it needs the checkpoint. Rank 0 checks the metadata of all entries, and
 compares the bytes of some entries with the CRC-32 of the values that each rank passed to the storage.
 """
 
@@ -22,7 +22,7 @@ from stagereg.checkpoint.storage.protocol import Storage, name_of
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 
-_UNREAD = 0xA5
+_UNREAD = 0xA5  # byte that fills memory before a read
 
 
 def read_back(
@@ -32,10 +32,10 @@ def read_back(
 
     Args:
         storage: the storage that wrote the files.
-        path: directory of the files, which are not committed yet.
-        index: the content of the index.
-        sizes: sizes of the files, by name.
-        written: the CRC-32 values that the ranks computed.
+        path: the directory with the files of the uncommitted checkpoint.
+        index: the content of the index file.
+        sizes: file sizes in bytes, by name.
+        written: the CRC-32 of each value that a rank passed to the storage.
     """
     reads = getattr(storage, "wraps", None) or storage
     with _Files(path, Index.loads(index, sizes), reads) as files:
@@ -55,13 +55,13 @@ def read_back(
 
 
 class _NotReadError(Exception):
-    """An entry does not read back as it was written; the message has the name of the entry and the difference."""
+    """An entry was not read back with the written value; the message contains the entry's name and the difference."""
 
 
 class _Files(CheckpointFiles):
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         for x in wanted.values():
-            if isinstance(x, torch.Tensor):  # bytes that are not read must not match by chance
+            if isinstance(x, torch.Tensor):  # memory that the reader leaves unchanged must not match by chance
                 torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage()).fill_(_UNREAD)
         super()._read_elsewhere(wanted)
 
@@ -70,7 +70,7 @@ class _Files(CheckpointFiles):
 
 
 def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> None:
-    """Compare dtype and shape of the entries that only the reader of the storage can read."""
+    """Compare dtypes and shapes with the metadata from the storage's own reader, for entries only it can read."""
     if not leaves:
         return
     try:
@@ -90,7 +90,7 @@ def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> Non
 
 
 def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Mapping[Written, int]) -> None:
-    """Compare the bytes of a bounded number of entries."""
+    """Read a limited number of entries, and compare the CRC-32 of their bytes with ``written``."""
     known = {name for name, *_ in written}
     kinds = {leaf.name: leaf.stored for leaf in leaves if leaf.name in known}
     sizes = {name: x.shape.numel() * x.dtype.itemsize if x.dtype else 0 for name, x in kinds.items()}
@@ -113,7 +113,7 @@ def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Map
 
 
 def _find_failing(files: CheckpointFiles, leaves: Sequence[Leaf], error: Exception) -> _NotReadError:
-    """Return an error with the name of the first leaf that cannot be read alone, or of the last leaf if all can."""
+    """Return an error that names the first entry that cannot be read alone (the last entry, if all can be read)."""
     for leaf in leaves:
         try:
             files.read([leaf])

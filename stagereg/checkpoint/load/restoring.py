@@ -1,13 +1,12 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
-Rank 0 lists the candidates of all sources. The ranks restore the first candidate that has no rejection and no corrupt
-file. The ranks that see the same files divide the files between them, and compare the content with the manifest. A file
-that cannot be accessed is an error, not corruption. Every rank then reads the entries that are not read directly into
-live tensors. No object changes before the ranks have agreed that all of them can load.
+Rank 0 lists the candidates: the checkpoints from all sources, such as the checkpoint directory. The ranks restore the
+first candidate that has no rejection and no corrupt file. Ranks that see the same files divide the files among them,
+and compare the content with the manifest. A file that cannot be accessed is an error, not corruption. Every rank then
+reads the entries that are not read directly into live tensors. No object changes before all ranks can load.
 
-From an object store or a network file system one rank reads each byte, and checks it while reading
-(:class:`.SharedReader`), so objects may have changed in part when corruption is found. The next candidate then
-overwrites all changes.
+From an object store or a network file system, each byte is read and checked by one rank (:class:`.SharedReader`). Some
+objects may already have changed when this rank finds corruption. The next candidate then overwrites all changes.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from stagereg.stagers.guard import announce_write
 def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Callable[[], object]) -> Checkpoint | None:
     """Load the checkpoint that ``asked.resume`` names into the objects and values of ``asked.state``. Collective.
 
-    With ``"auto"`` a corrupt checkpoint is skipped, with a warning, before any object changes; with ``read="once"`` the
-    next candidate overwrites all values from the corrupt one.
+    With ``"auto"`` a corrupt checkpoint is skipped with a warning before any object changes. With ``read="once"``
+    objects may have changed, and the next candidate overwrites all values from the corrupt checkpoint.
 
     Args:
-        asked: the checkpoint, state and options.
-        own: the extensions of the checkpointer; all installed extensions that need no options are called before them.
-        ready: called first, on each rank. If it raises an exception on one rank, no rank restores.
+        asked: which checkpoint to restore, into which state, and with which options.
+        own: the extensions of the checkpointer; installed extensions without options are called before these.
+        ready: called first, on each rank. If the call raises an exception on one rank, no rank restores.
 
     Returns:
-        The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is no checkpoint.
+        The restored checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is no checkpoint.
 
     Raises:
-        CheckpointError: on all ranks: the checkpoint is missing or corrupt; ``"auto"`` found no valid checkpoint;
-            an object of some rank rejects the state; or reading failed after objects had changed in part.
+        CheckpointError: on all ranks. The checkpoint is missing or corrupt; ``"auto"`` found only invalid checkpoints;
+            an object on some rank rejects its state; or reading failed after some objects had changed.
     """
-    announce_write()  # an unfinished staged copy may still read this memory
+    announce_write()  # the copy of an unfinished save may still read the memory that the restore overwrites
     run = _Restore(asked, [*installed(), *own])
     try:
         return run.restore(ready)
@@ -68,38 +67,38 @@ def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Calla
 
 
 def installed() -> Iterator[RestoreExtension]:
-    """Yield the restore extensions that installed extensions list in ``EXTENSIONS`` of their module ``restoring``."""
+    """Yield an instance of each restore extension in the list ``EXTENSIONS`` of an installed ``restoring`` module."""
     for module in providers("restoring"):
         yield from (extension() for extension in module.EXTENSIONS)
 
 
 class _Report(NamedTuple):
-    """The message of one rank: candidates (rank 0), machine, whether all machines see the same files, and seeds."""
+    """What one rank sends to rank 0 before the restore."""
 
-    listed: list[Candidate]
+    listed: list[Candidate]  # empty except on rank 0
     machine: str
-    shared: bool
-    seeds: Mapping[str, str]
+    shared: bool  # whether all machines see the same files, according to this rank
+    seeds: Mapping[str, str]  # the seeds of the RNGs, by name
 
 
 class _Agreed(NamedTuple):
-    """The setup that all ranks share after the candidates are listed; ``twins``: see :func:`.lowest_twins`."""
+    """Data that rank 0 sends to all ranks after it has listed the candidates."""
 
-    listed: list[Candidate]
+    listed: list[Candidate]  # in the order of the attempts
     machines: list[list[int]]  # groups of ranks that see the same files
     shared: bool  # whether all ranks see the same files
-    twins: Mapping[str, list[int]]
+    twins: Mapping[str, list[int]]  # the result of :func:`.lowest_twins`
 
 
 class _Restore:
-    """One restore on all ranks; ``touched`` lists the paths of candidates whose values may be in objects."""
+    """One restore on all ranks; ``touched``: paths of corrupt candidates whose values may already be in objects."""
 
     def __init__(self, asked: RestoreRequest, extensions: Sequence[RestoreExtension]) -> None:
         self.asked, self.extensions = asked, extensions
         self.touched: list[str] = []
 
     def restore(self, ready: Callable[[], object]) -> Checkpoint | None:
-        """Try the candidates in order. Collective."""
+        """Try the candidates in order until one is restored, and return its checkpoint. Collective."""
         asked, ranks, skips = self.asked, self.asked.ranks, self.asked.resume == "auto"
         sources = self._sources()
         agreed = self._agree(sources, ready)
@@ -129,13 +128,13 @@ class _Restore:
         raise choosing.nothing_good(root, passed) if skips else choosing.not_that_one(asked.resume, passed[0])
 
     def _sources(self) -> list[CheckpointSource]:
-        """Return the sources in the order of listing, or only the source that claims the path in ``resume``."""
+        """Return all sources of candidates, or only the source that can read the path in ``resume``."""
         every = [StoreSource(self.asked), *(each for one in self.extensions for each in one.sources(self.asked))]
         claiming = [each for each in every if self.asked.is_path and each.claims(self.asked.resume)]
         return claiming or every
 
     def _agree(self, sources: Sequence[CheckpointSource], ready: Callable[[], object]) -> _Agreed:
-        """List the candidates on rank 0, and find the ranks that see the same files. Collective."""
+        """List the candidates on rank 0, and group the ranks that see the same files. Collective."""
         asked = self.asked
         some = [each.survey() for each in sources]
         resume = "auto" if any(some) and asked.resume == "latest" else asked.resume
@@ -173,7 +172,7 @@ class _Restore:
 
 
 class _Attempt:
-    """The restore of one candidate, on all ranks. Its path is in ``touched`` before a shared read changes objects."""
+    """The attempt to restore one candidate on all ranks."""
 
     def __init__(
         self, run: _Restore, chosen: Checkpoint, candidate: Candidate, source: CheckpointSource, agreed: _Agreed
@@ -181,12 +180,12 @@ class _Attempt:
         self._run, self._chosen, self._candidate, self._source = run, chosen, candidate, source
         self._machines, self._asked, self._ranks = agreed.machines, run.asked, run.asked.ranks
         self._shared = self._shared_reader(agreed.shared)
-        # A shared reader checks each byte while it reads, so the files are not checked before.
+        # A shared reader checks each byte while it reads, so a separate check of the files is not necessary.
         self._checks = self._asked.verify == "full" and self._shared is None
         self._failing = f"{chosen.path} could not be restored"
         touched = bool(run.touched)
         self._loading = Loading(chosen, self._asked, self._shared is not None, agreed.twins, touched)
-        self._failure: Exception | None = None  # the error of this rank, raised after all ranks know the corrupt files
+        self._failure: Exception | None = None  # this rank's error; raised unless a corrupt file explains it
 
     def _shared_reader(self, shared: bool) -> SharedReader | None:
         read = self._asked.read
@@ -207,7 +206,7 @@ class _Attempt:
                     return damages
                 failed = self._failure is not None
             if failed:
-                # An unreadable entry may be corrupt. The candidate is then skipped, and no error is raised.
+                # If a corrupt file explains the failure, the candidate is skipped instead of raising the error.
                 if damages := self._exchange(self._check)[1]:
                     return damages
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
@@ -218,7 +217,7 @@ class _Attempt:
         return {}
 
     def _exchange(self, look: Callable[[], ScanResult]) -> tuple[MergedScan, Mapping[str, str]]:
-        """Return the merged results of all ranks, and the corrupt files. Collective. Raises: ``CheckpointError``."""
+        """Call ``look`` on each rank, merge the results, and return them with the corrupt files. Collective."""
 
         def answer(looked: list[ScanResult]) -> list[MergedScan]:
             return [together(self._chosen, self._machines, looked)] * self._ranks.size
@@ -239,7 +238,7 @@ class _Attempt:
         return found, found.wrong
 
     def _check(self) -> ScanResult:
-        """Check this rank's portion of the files that its machine sees."""
+        """Check one portion of the files; the ranks that see the same files check the other portions."""
         [own] = [machine for machine in self._machines if self._ranks.rank in machine]
         found = self._source.check(self._candidate, own.index(self._ranks.rank), len(own))
         corrupt = str(self._failure) if isinstance(self._failure, CorruptCheckpointError) else ""
@@ -265,7 +264,7 @@ class _Attempt:
             return None
 
     def _take_rests(self, found: MergedScan) -> bool:
-        """Load the values that no rank has selected into objects that accept them; return whether a rank failed."""
+        """Pass saved values that no rank loads to objects that take them; return whether a rank failed. Collective."""
         self._loading.missing = found.missing
         if not any(found.rests.values()) and not found.unused:
             return False
@@ -276,7 +275,7 @@ class _Attempt:
         return any(self._ranks.run_on_all(self._failing, lambda: self._failure is not None))
 
     def _read_once(self, reader: SharedReader) -> Mapping[str, str]:
-        """Read and check each byte on one rank, for the objects of all ranks; return the corrupt files."""
+        """Restore through ``reader``: one rank reads and checks each byte for all ranks. Return the corrupt files."""
         loading, full = self._loading, self._asked.verify == "full"
         try:
             read = reader.begin(self._chosen, loading.files, loading.transfer, self._ranks, full)

@@ -1,9 +1,9 @@
-"""Seeds the random number generators of a rank that had failed, or of all ranks after a change of the world size.
+"""Seeds the random number generators (RNGs) of a rank that had failed, or of all ranks if the world size has changed.
 
-Without a new seed, such a generator would repeat the random numbers of step 0. The seed is computed from the state that
-another rank has saved, the step and the rank. Some programs seed ranks identically on purpose, for example ranks that
-must drop the same activations. Such ranks are *twins*, and remain twins: a failed rank takes the generator state of a
-surviving twin; with another world size, ranks that are twins before the restore get the same seed.
+Without a new seed, such an RNG would repeat the random numbers of step 0. The new seed is computed from the RNG state
+that another rank has saved, the step and the rank. Some programs seed several ranks identically on purpose, for example
+so that dropout is the same on these ranks. Such ranks are called *twins*, and stay identical: a failed rank takes the
+RNG state of a surviving twin. If the world size has changed, ranks that are twins get the same new seed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.state.generators import GeneratorState, generator_state
 
-_OF_RANK = entries.rng_name(0)[:-1]  # prefix of the names of generator entries
+_OF_RANK = entries.rng_name(0)[:-1]  # prefix of the entries with RNG states; the rank follows
 
 
 def seeds_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the seed of each generator of this process, and of each generator in ``state``, by name after a dot."""
+    """Return the seed of each global RNG of this process by name, and of each generator in ``state`` by "." + name."""
     return rng.seeds() | {f".{name}": each.seed for name, each in _generators(state)}
 
 
 def lowest_twins(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return, for each generator, the lowest twin of each rank; ``seeds`` lists the :func:`seeds_of` of each rank."""
+    """Return, for each RNG and each rank, the lowest rank with the same seed; ``seeds``: :func:`seeds_of` by rank."""
     found: dict[str, list[int]] = {}
     for name in set().union(*seeds):
         first: dict[str, int] = {}
@@ -37,10 +37,10 @@ def lowest_twins(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 class Seeded(NamedTuple):
-    """The names of newly seeded generators, and of generators with the state of a twin, by the twin's rank."""
+    """The RNGs of this rank that do not continue from their own saved state."""
 
-    anew: list[str]
-    taken: dict[int, list[str]]
+    anew: list[str]  # names of the RNGs with a new seed
+    taken: dict[int, list[str]]  # names of the RNGs that took the saved state of a twin, by the twin's rank
 
     def __str__(self) -> str:
         texts = [f"seeded from the checkpoint, its step and the rank: {', '.join(self.anew)}"] if self.anew else []
@@ -50,21 +50,21 @@ class Seeded(NamedTuple):
 
 
 class Seeding:
-    """Seeds the generators that a checkpoint lacks on this rank; ``twins`` is the result of :func:`lowest_twins`."""
+    """Seeds the RNGs of a rank whose RNG states were not saved; ``twins``: the result of :func:`lowest_twins`."""
 
     def __init__(self, manifest: Manifest, twins: Mapping[str, list[int]], rank: int, size: int) -> None:
         self._lowest_twins, self._rank, self._size, self._step = twins, rank, size, manifest.step
         self._saved_size, self._same_size = manifest.world_size, manifest.world_size == size
-        self._saved: list[int] = []  # the ranks whose generators are in the checkpoint
+        self._saved: list[int] = []  # the ranks whose RNG states are in the checkpoint
 
     def sources(self, there: Collection[str]) -> list[int]:
-        """Return the ranks whose generators this rank reads; ``there`` are the names of the saved entries."""
+        """Return the ranks whose saved RNG states this rank needs. ``there``: the entry names in the checkpoint."""
         ranks = sorted(int(name[len(_OF_RANK) :]) for name in there if re.fullmatch(f"{_OF_RANK}[0-9]{{1,18}}", name))
         self._saved = [rank for rank in ranks if rank < self._saved_size and entries.rng_name(rank) in there]
         return sorted({*self._saved[:1], *(twin for name in rng.seeds() for twin in self._twins(name))})
 
     def _twins(self, name: str) -> list[int]:
-        """Return the first two twins with a saved generator."""
+        """Return up to two twins of this rank that have saved the state of the RNG ``name``."""
         lowest = self._lowest(name)
         return [rank for rank in self._saved if self._same_size and lowest[rank] == lowest[self._rank]][:2]
 
@@ -74,9 +74,9 @@ class Seeding:
     def apply(
         self, state: Mapping[str, Any], restored: Collection[str], saved: Mapping[int, Mapping[str, torch.Tensor]]
     ) -> Seeded:
-        """Set the generators of the process and of ``state``; ``saved`` are the states of :meth:`sources`, by rank.
+        """Set the RNGs of the process, and the generators in ``state``; return their names.
 
-        ``restored`` are the names of the entries of ``state`` that were restored.
+        ``saved``: the RNG states of the ranks from :meth:`sources`. ``restored``: the restored entries of ``state``.
         """
         seeded, numbers = Seeded([], {}), dict[str, int]()
         found: dict[str, torch.Tensor] = {}
@@ -88,7 +88,7 @@ class Seeding:
                 found[name] = states[0]
                 seeded.taken.setdefault(twins[0], []).append(name)
                 continue
-            own = self._rank if states else self._lowest(name)[self._rank]  # differing twins get different seeds
+            own = self._rank if states else self._lowest(name)[self._rank]  # twins that diverged differ
             numbers[name] = rng.seed_from(name, _bytes(first, name) or seed, self._step, own)
             seeded.anew.append(name)
         rng.restore(found | rng.seeded(numbers))

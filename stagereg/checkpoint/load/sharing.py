@@ -1,7 +1,7 @@
-"""Handles tensors of a state that share memory in the program, but have different values in the checkpoint.
+"""Handles tensors that share memory in the program, but have different values in the checkpoint.
 
 For example, a program starts with ``{"model": model, "best": model.state_dict()}``, but the saved ``best`` differs from
-``model``. Modules keep their memory; a plain value gets new memory if another value in its memory differs.
+``model``. Modules keep their memory. A tensor outside modules gets new memory if its saved value differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagereg.kernel.state_dict import span_of
 
 
 class _View(NamedTuple):
-    """The bytes that a live tensor occupies in its storage, and the leaf that is restored into the tensor."""
+    """The byte range of a live tensor in its storage, and the leaf (saved tensor) that is restored into the tensor."""
 
     begin: int
     end: int
@@ -31,20 +31,18 @@ class _View(NamedTuple):
 
 
 def read_apart(leaves: Collection[Leaf]) -> None:
-    """Read leaves whose live tensors share memory into new memory; ``leaves`` are all leaves that a restore writes."""
+    """Clear ``in_place`` of leaves whose live tensors share memory; ``leaves``: all leaves that a restore writes."""
     users = Counter(entries.memory_of(leaf.live) for leaf in leaves if leaf.live is not None)
     for leaf in leaves:
         leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
 
 
 def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], plain: Iterable[Leaf]) -> set[int]:
-    """Return the ``id`` of each live tensor of a plain value that cannot keep its memory.
+    """Return the ids of the live tensors outside modules that need new memory, because their saved value differs.
 
-    ``modules`` are the leaves of modules, by entry, after they were read. ``exact`` is True for an entry whose modules
-    load as torch's own modules do.
-
-    Raises:
-        CheckpointError: two tensors of exact modules share memory, and the checkpoint has different values for them.
+    ``modules`` maps each entry to the leaves of its modules, and ``plain`` are all other leaves; all have been read.
+    ``exact``: whether the modules of an entry use torch's ``load_state_dict``. Raises: ``CheckpointError`` if two
+    tensors of exact modules share memory but have different saved values.
     """
     refusing = {leaf for name, each in modules.items() if exact[name] for leaf in each}
     owners = dict.fromkeys(leaf for each in modules.values() for leaf in each)
@@ -76,7 +74,7 @@ def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], 
 
 
 def _overlapping(leaves: Iterable[Leaf]) -> Iterator[list[_View]]:
-    """Yield groups of two or more views whose bytes overlap."""
+    """Yield each group of two or more live tensors whose bytes overlap."""
     by_storage: dict[int, list[_View]] = {}
     for view in filter(None, map(_view, leaves)):
         by_storage.setdefault(view.local.untyped_storage().data_ptr(), []).append(view)
@@ -115,7 +113,7 @@ def _value(view: _View) -> torch.Tensor:
 
 
 def buffers_of_ranks(state: Mapping[str, Any]) -> list[str]:
-    """Return the per-rank entries with buffers of modules, such as ``per_rank([*model.buffers()])``."""
+    """Return the names of per-rank entries that consist of module buffers, such as ``per_rank([*model.buffers()])``."""
     modules = (each for name in state for each in module_state.modules_of(entries.value_of(state, name)))
     buffers = {id(buffer) for module in modules for buffer in module.buffers()}
     ranks = {name: each.value for name, each in state.items() if isinstance(each, entries.PerRank)}
@@ -124,18 +122,17 @@ def buffers_of_ranks(state: Mapping[str, Any]) -> list[str]:
 
 
 class Merger:
-    """Copies values that were read into the tensors and containers of plain values, if shape and dtype match.
+    """Copies restored values into the existing tensors and containers of the program, if shape and dtype match.
 
-    Args:
-        apart: the result of :func:`differing`.
+    ``apart``: the ids of tensors that must get new memory, as returned by :func:`differing`.
     """
 
     def __init__(self, apart: set[int]) -> None:
         self._apart = apart
-        self._met: dict[int, tuple[Any, Any]] = {}  # containers of the program with their new values, by id
+        self._met: dict[int, tuple[Any, Any]] = {}  # merged containers and their restored values, by id
 
     def merged(self, value: Any, loaded: Any) -> Any:
-        """Return ``loaded``, copied into the tensors and containers of ``value`` that match."""
+        """Return the restored value ``loaded``, after reusing the tensors and containers of ``value`` that match."""
         if value is loaded:
             return value
         if is_config(loaded):
@@ -145,7 +142,7 @@ class Merger:
         kind = next((kind for kind in (dict, list) if isinstance(value, kind) and isinstance(loaded, kind)), None)
         if kind is None:
             return loaded
-        if id(value) in self._met:  # the program has this container in two places
+        if id(value) in self._met:  # the state contains this container twice
             return value if _equal(self._met[id(value)][1], loaded) else self.merged(type(loaded)(), loaded)
         self._met[id(value)] = value, loaded
         if kind is dict:
@@ -158,7 +155,7 @@ class Merger:
         return value
 
     def _tensor(self, value: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-        if wraps(value) or wraps(loaded):  # copy_ would round
+        if wraps(value) or wraps(loaded):  # copy_() of a quantized subclass would round
             return loaded if loaded.device == value.device else loaded.to(value.device)
         if id(value) not in self._apart and value.shape == loaded.shape and value.dtype == loaded.dtype:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The source of restores for the checkpoint directory of a run, or for one checkpoint that ``resume`` names."""
+"""Lists the checkpoints that a run can resume from in its checkpoint directory, or at the path in ``resume``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreSource(CheckpointSource):
-    """The checkpoints of a directory, or the checkpoint that ``resume`` names, in the format of this project."""
+    """The source for the checkpoints that stagereg wrote: in the checkpoint directory, or at the path in ``resume``."""
 
     name = "store"
 
@@ -64,7 +64,7 @@ class StoreSource(CheckpointSource):
         named = store.retention.pointed()
         complete, damaged = store.checkpoints()
         there = {step_of(each.name) for each in complete} | {step_of(each.name) for each in damaged} | {None}
-        if step_of(named) not in there and store.retention.pointed() == named:  # unchanged: no run saves there now
+        if step_of(named) not in there and store.retention.pointed() == named:  # not moved meanwhile
             _report_deleted(store.root, named, resume, complete)
         pointed = store.latest()
         found = [VerificationResult(each.path, each.manifest) for each in complete]
@@ -76,7 +76,7 @@ class StoreSource(CheckpointSource):
 
 
 def expect_certain(found: VerificationResult) -> None:
-    """Raise ``CheckpointError`` if a checkpoint may be valid, but its files cannot be accessed."""
+    """Raise ``CheckpointError`` if a file cannot be accessed, so that the checkpoint is neither valid nor corrupt."""
     if any(isinstance(what, InaccessibleFile) for what in found.damages.values()):
         raise CheckpointError(
             f"{found.path} may be a valid checkpoint, but cannot be accessed: {found}. "
@@ -85,7 +85,7 @@ def expect_certain(found: VerificationResult) -> None:
 
 
 def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint]) -> None:
-    """Log that the newest checkpoint was deleted. Raises: ``CheckpointError`` if ``resume`` requires it."""
+    """Log that ``latest`` points to a deleted checkpoint; for ``resume="latest"`` raise ``CheckpointError``."""
     instead = f"resumes from {left[0].name}" if left else "starts from scratch"
     if resume == "latest":
         raise CheckpointError(
@@ -97,7 +97,7 @@ def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint
 
 
 def _is_newer(damaged: VerificationResult, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
-    """Return whether a corrupt checkpoint was committed after a complete one, as far as is known."""
+    """Return whether a corrupt checkpoint may be newer than ``than``; ``latest`` is the newest complete checkpoint."""
     if than is None or (latest is not None and than.manifest == latest.manifest):
         return False
     if damaged.manifest is not None:
