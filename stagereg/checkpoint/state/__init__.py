@@ -1,1 +1,1 @@
-"""Converts the program's objects to entries of a checkpoint, modules and optimizers by the names of parameters."""
+"""Converts the program's objects to checkpoint entries. Modules and optimizers are stored by parameter name."""

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """A value that differs between ranks (:func:`per_rank`). Attributes: ``value``, as last given or restored."""
+    """A value that differs between ranks (:func:`per_rank`). Attributes: ``value``, the given or the restored value."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -43,15 +43,15 @@ class PerRank(Generic[T]):
 
 
 def per_rank(value: T) -> PerRank[T]:
-    """Mark ``value`` as this rank's own: each rank saves its value, and restores it at the same world size.
+    """Mark ``value`` as different on each rank: each rank saves its value, and restores it at the same world size.
 
-    Use it for values that differ between ranks, such as a position in a file or a list of losses: pass
-    ``{"model": model, "losses": per_rank(losses)}`` as the state. Data loaders and samplers need no mark. At another
-    world size, a restore leaves a marked loader unchanged, and raises an error for an unmarked loader.
+    Use it for values that differ between ranks, such as a position in a file or a list of losses: pass ``{"model":
+    model, "losses": per_rank(losses)}`` as the state. Data loaders and samplers need no mark. At another world size, a
+    restore leaves a marked loader unchanged, and raises an error for an unmarked loader.
 
     Args:
-        value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. A restored plain value is in
-            the attribute ``value``.
+        value: an object with ``state_dict`` and ``load_state_dict``, or a plain value. After a restore, the attribute
+            ``value`` of the result has the restored plain value.
     """
     return PerRank(value)
 
@@ -62,7 +62,7 @@ def rank_name(name: str, rank: int) -> str:
 
 
 def rng_name(rank: int) -> str:
-    """Return the name of the entry with a rank's random number generators."""
+    """Return the name of the entry that stores the states of a rank's random number generators."""
     return rank_name(f"{RESERVED}.rng", rank)
 
 
@@ -74,9 +74,9 @@ def capture(
     names: ParameterNames,
     generators: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the entries to save. They refer to live tensors, which a stager copies afterwards.
+    """Return the entries to save. They contain the live tensors; a stager copies these tensors afterwards.
 
-    ``generators``, a result of :func:`.rng.note`, is used instead of the current states of the generators.
+    ``generators``: states from :func:`.rng.note`, to save instead of the current states of the generators.
 
     Raises:
         CheckpointError: a name is not a string, or is reserved; two parameters have the same name; or a parameter is
@@ -110,14 +110,14 @@ def capture(
 
 
 def value_of(state: Mapping[str, Any], name: str) -> Any:
-    """Return the caller's value for a name, without :class:`PerRank`; a generator gets methods for its state."""
+    """Return the value under a name, without :class:`PerRank`; a random generator as :class:`.GeneratorState`."""
     value = state[name]
     value = value.value if isinstance(value, PerRank) else value
     return generator_state(value) or value
 
 
 def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
-    """Return the state dict of an object that has one, otherwise the value itself."""
+    """Return the state dict of the object under a name. If the object has no state dict, return the object."""
     value = value_of(state, name)
     try:
         if modules := module_state.modules_of(value):
@@ -131,9 +131,9 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
 
 
 def buffers(state: Mapping[str, Any]) -> set[str]:
-    """Return the dotted names of the buffers of modules, which may drift apart between replicas.
+    """Return the dotted names of the modules' buffers. The values of a buffer may drift apart between replicas.
 
-    Names of buffers of inner modules are also returned without the name of the entry.
+    The result has the buffers of submodules with and without the entry's name, as ``model.bn.mean`` and ``bn.mean``.
     """
     found = {
         (name, module_state.plain_name(module, buffer))
@@ -145,13 +145,13 @@ def buffers(state: Mapping[str, Any]) -> set[str]:
 
 
 def written_in_forward(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the parameters that torch's own layers write in their forward pass: embeddings with ``max_norm``."""
+    """Return the parameters that torch's layers modify in the forward pass: weights of embeddings with ``max_norm``."""
     modules = (module for name in state for top in module_state.modules_of(state[name]) for module in top.modules())
     return [x for module in modules if getattr(module, "max_norm", None) is not None for x in module.parameters(False)]
 
 
 def positions(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the data loader states, which each rank saves for itself."""
+    """Return the names of the data loaders and samplers in the state, for which each rank saves a separate entry."""
     return [name for name in state if is_position(value_of(state, name))]
 
 
@@ -160,18 +160,18 @@ def replicated(state: Mapping[str, Any]) -> list[str]:
 
 
 class TensorKind(NamedTuple):
-    """The dtype and shape, which must match between a saved tensor and the tensor that it is restored into."""
+    """The dtype and shape of a tensor. A restore requires the same kind for a saved tensor and its target."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     @classmethod
     def of(cls, x: Any) -> TensorKind:
-        """Return the kind of a tensor or of a :class:`.Stored`."""
+        """Return the kind of a tensor, or of a saved tensor that is described by :class:`.Stored`."""
         return cls(x.dtype, shape_of(x))
 
     def fits(self, other: TensorKind, cast: bool) -> bool:
-        """Whether the kinds are equal, or, with ``cast``, have the same shape and two floating-point dtypes."""
+        """Return whether the kinds are equal. With ``cast``, two different floating-point dtypes match too."""
         floating = cast and self.dtype.is_floating_point and other.dtype.is_floating_point
         return self.shape == other.shape and (self.dtype == other.dtype or floating)
 
@@ -180,8 +180,8 @@ class TensorKind(NamedTuple):
 
 
 def memory_of(x: Any) -> object:
-    """Return a key that is equal for tensors in the same memory; 0 for a tensor without memory."""
-    if isinstance(x, ShardedTensor):  # FSDP1 creates copies
+    """Return a key that is equal for tensors that share memory; 0 for a tensor without memory."""
+    if isinstance(x, ShardedTensor):  # FSDP1 returns a copy of its parameter
         return id(x)
     x = local_part(x)
     if wraps(x):

@@ -1,7 +1,7 @@
-"""Gives random number generators of the program the methods ``state_dict`` and ``load_state_dict``.
+"""Adds ``state_dict`` and ``load_state_dict`` to random number generators in the state of the program.
 
 ``torch.Generator``, ``random.Random``, NumPy's ``Generator`` and ``RandomState`` have a state, but not these methods.
-The state is saved as bytes or text, which are stored per rank if they differ between ranks.
+The state is saved as bytes or a string. If the ranks have different states, the checkpoint has one state per rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KIND, _STATE = "generator", "state"
 
 
 class GeneratorState:
-    """A generator of the program with ``state_dict`` and ``load_state_dict``."""
+    """Wraps a random number generator of the program, to give it ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -37,7 +37,7 @@ class GeneratorState:
         return f"numpy {type(getattr(generator, 'bit_generator', generator)).__name__}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the generator. Draws no numbers from it."""
+        """Return the state of the generator, without drawing numbers from it."""
         generator, state = self._generator, None
         if isinstance(generator, torch.Generator):
             return {_KIND: self._kind, _STATE: bytes(generator.get_state().tolist())}
@@ -51,7 +51,7 @@ class GeneratorState:
 
     @property
     def seed(self) -> str:
-        """The seed, equal on ranks that the program seeded identically; see :func:`.rng.seeds`."""
+        """A string for the seed, equal on ranks that seeded the generator identically; see :func:`.rng.seeds`."""
         generator = self._generator
         return str(generator.initial_seed() if isinstance(generator, torch.Generator) else self.state_dict()[_STATE])
 
@@ -68,12 +68,12 @@ class GeneratorState:
             generator.set_state(rng.seeded_numpy(generator, seed).get_state(legacy=False))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Set the generator to a state. Raises: ``CheckpointError`` if the state is of another kind of generator."""
+        """Load a state. Raises: ``CheckpointError`` if another kind of generator has saved it, or if it is invalid."""
         self.expect_loadable(saved)
         _set(self._generator, saved[_STATE])
 
     def expect_loadable(self, saved: Any) -> None:
-        """Raise ``CheckpointError`` if :meth:`load_state_dict` would raise it. Does not change the generator."""
+        """Raise the ``CheckpointError`` that :meth:`load_state_dict` would raise. Does not change the generator."""
         kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
         if kind is None:
             raise CheckpointError("it is not the state of a random number generator")

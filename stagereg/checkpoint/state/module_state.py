@@ -1,10 +1,10 @@
-"""The state of modules under the names that their parameters have without wrappers.
+"""Saves and loads the state of modules, under parameter names without the prefixes of wrappers.
 
 ``DistributedDataParallel``, ``DataParallel``, ``torch.compile``, activation checkpointing and FSDP1 wrap modules, and
-add a prefix to the names inside; :func:`plain_name` removes it, as ``get_model_state_dict`` of
-``torch.distributed.checkpoint.state_dict`` does. So a state saved with a wrapper can be restored without it, and vice
-versa. Several modules under one name of the state, such as the pipeline stages of a rank, form one state dict, so the
-names of their parameters must differ.
+add a prefix to the names inside. :func:`plain_name` removes this prefix, as torch's ``get_model_state_dict`` does. So a
+state that was saved with a wrapper can be restored without the wrapper, and vice versa. If an entry is a list of
+modules, such as the pipeline stages of a rank, they share one state dict, so their parameters must have different
+names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def modules_of(value: Any) -> list[torch.nn.Module]:
-    """Return the modules of ``value``, a module or a list of modules, without wrappers; empty for other values."""
+    """Return ``value``, a module or a list of modules, as a list without wrappers; an empty list for other values."""
     each = list(value) if isinstance(value, (list, tuple)) else [value]
     return [unwrapped(one) for one in each] if all(isinstance(one, torch.nn.Module) for one in each) else []
 
@@ -61,12 +61,12 @@ def plain_name(module: torch.nn.Module, name: str) -> str:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a saved name without the prefixes of wrappers, except ``module``, which may be a submodule's name."""
+    """Return a saved name without wrapper prefixes, except ``module``: a submodule may have this name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str], dict[str, str]]:
-    """Return the first name of each parameter, and a dict from other names of tied parameters to their first names."""
+    """Return the first name of each parameter, and a dict from other names of tied parameters to the first name."""
     names: dict[torch.Tensor, str] = {}
     others: dict[str, str] = {}
     for module in modules:
@@ -78,12 +78,12 @@ def names_of(modules: Iterable[torch.nn.Module]) -> tuple[dict[torch.Tensor, str
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a dotted name belongs to the result of ``get_extra_state``, which may have any type."""
+    """Return whether a dotted name is the key of a ``get_extra_state`` result. Such a result may have any type."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def extra_states(modules: Iterable[torch.nn.Module]) -> set[str]:
-    """Return the dotted names of the extra states of modules that define ``set_extra_state``."""
+    """Return the dotted keys of the extra states. Only modules that define ``set_extra_state`` have one."""
     return {plain_name(module, key) for module in modules for key in _extra_keys(module)}
 
 
@@ -96,7 +96,7 @@ def _extra_keys(module: torch.nn.Module) -> list[str]:
 
 
 def unfilled(x: torch.Tensor) -> str:
-    """Return the reason why ``copy_`` cannot fill a tensor; empty if it can."""
+    """Return why ``copy_`` cannot write to a tensor, as the end of a sentence; an empty string if it can."""
     local = x.to_local() if isinstance(x, DTensor) else x
     if is_lazy(local) or type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return ""  # a lazy tensor takes its shape from the checkpoint; a subclass has its own copy_
@@ -112,19 +112,19 @@ def unfilled(x: torch.Tensor) -> str:
 
 
 def has_flat_parameters(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether FSDP1 has flattened parameters of some module; only torch can merge their state."""
+    """Return whether FSDP1 has flattened parameters of any module. Only torch can merge the state of such modules."""
     return any(isinstance(each, FullyShardedDataParallel) for each in _every(modules))
 
 
 def _every(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    left = [*modules]  # faster than modules(), which makes names
+    left = [*modules]  # faster than modules(), which also builds names
     while left:
         yield (module := left.pop())
         left += [each for each in module._modules.values() if each is not None]
 
 
 def state_of(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Return the merged state dict of the modules, which refers to live tensors. Collective only with FSDP1.
+    """Return the merged state dict of the modules. It contains the live tensors. Collective only with FSDP1.
 
     Raises:
         CheckpointError: two modules have a parameter or buffer of the same name.
@@ -150,7 +150,7 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = module.state_dict()
     if any(map(is_split, chain.from_iterable(each._parameters.values() for each in _every([module])))):
         for name, param in module.named_parameters(remove_duplicate=False):
-            if isinstance(state.get(name), torch.Tensor):  # torch 2.13 returns it without the attributes
+            if isinstance(state.get(name), torch.Tensor):  # torch 2.13 drops the tensor's shard attributes
                 carry(param, state[name])
     if not any(map(_MAY_BE_WRAPPED.search, state)):
         return state
@@ -164,9 +164,9 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
-    """Load the result of :func:`state_of`, except ``missing`` names. Raises: the errors of ``load_state_dict``."""
+    """Load a result of :func:`state_of`. Parameters in ``missing`` keep their values. Errors of torch propagate."""
     versions, left = _versions(loaded), dict(loaded)
-    new = {name.rpartition(".")[0] for name in missing}  # names of modules with missing values
+    new = {name.rpartition(".")[0] for name in missing}  # names of submodules with missing values
     for module in modules:
         if has_flat_parameters([module]):
             current = get_model_state_dict(module) if missing else {}
@@ -174,7 +174,7 @@ def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing:
             continue
         live = module.state_dict()
         plain = [(key, plain_name(module, key)) for key in dict.fromkeys([*live, *_extra_keys(module)])]
-        left |= {name: live[key] for key, name in plain if name in missing}  # each module keeps its value
+        left |= {name: live[key] for key, name in plain if name in missing}  # missing values stay as they are
         own = OrderedDict((key, left.pop(name)) for key, name in plain if name in left)
         if module is modules[-1]:  # the last module rejects or handles the names that no module has
             own.update(left)
@@ -185,7 +185,6 @@ def load(modules: Sequence[torch.nn.Module], loaded: Mapping[str, Any], missing:
 
 
 def _versions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of modules in a state dict, by the names of the modules."""
     return getattr(state, "_metadata", None) or {}
 
 

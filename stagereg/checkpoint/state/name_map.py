@@ -1,10 +1,11 @@
-"""Maps saved names to the names of entries and parameters, and selects the names that may be missing in a checkpoint.
+"""Applies the options ``rename`` and ``allow_missing``: maps saved names to current names, and permits missing names.
 
-A dotted name includes all names that begin with it and a dot. ``a`` means ``a`` in every module of the state;
-``model.a`` means ``a`` in the entry ``model`` only. A new name that is also an entry of the state means that entry.
+A dotted name in an option includes all names that begin with it and a dot. ``a`` means ``a`` in every module of the
+state; ``model.a`` means ``a`` only in the entry ``model``. If the new name of a rename is an entry of the state, the
+rename applies to that entry.
 
-The options may stay in a command that runs again, although the next checkpoint has the new names: a rename applies only
-if a checkpoint has nothing under the new name.
+A rename applies only if the checkpoint has nothing under the new name. So the options may stay in the command when
+later checkpoints already have the new names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fnmatch import fnmatchcase
 from stagereg.base.option_text import option
 from stagereg.errors import CheckpointError, few_of, kind_of, nearest
 
-_MOST, _TRIED = 3, 20  # most renames and patterns in a message; most layers that are tried to find them
+_MOST, _TRIED = 3, 20  # maximum renames and patterns in a message; maximum prefixes to search for them
 _OF_WRAPPERS = {"module": "DataParallel and DistributedDataParallel", "_orig_mod": "torch.compile"}
 
 
@@ -25,22 +26,22 @@ class NameMap:
     """The options ``rename`` and ``allow_missing`` for the restore of one checkpoint.
 
     Attributes:
-        missing: by entry, the missing parameters that the options allow to be missing.
-        unused: the names of ``allow_missing`` that match nothing on this rank.
+        missing: for each entry, the parameters that the checkpoint lacks and ``allow_missing`` permits to be missing.
+        unused: the patterns of ``allow_missing`` that match nothing on this rank.
     """
 
     def __init__(self, rename: Mapping[str, str], allow_missing: Sequence[str]) -> None:
         self._pairs = dict(rename)
         self._patterns = allow_missing
-        self._entries: dict[str, str] = {}  # the saved name of each entry that is renamed
-        self._moves: dict[str, list[tuple[str, str]]] = {}  # renames that apply, by module entry
-        self._state: Collection[str] = ()  # entries of the state
-        self._here: Collection[str] = ()  # entries and their parameters
+        self._entries: dict[str, str] = {}  # the saved name of each renamed entry
+        self._moves: dict[str, list[tuple[str, str]]] = {}  # the renames (old, new) that apply, by module entry
+        self._state: Collection[str] = ()  # the names of the state's entries
+        self._here: Collection[str] = ()  # the names of the entries and their parameters
         self.missing: dict[str, list[str]] = {}
         self.unused: list[str] = []
 
     def rename_entries(self, saved: Collection[str], here: Collection[str]) -> dict[str, str]:
-        """Return the saved name of each entry by its name ``here``, in the state. Raises: ``CheckpointError``."""
+        """Map each entry name in ``here``, the state, to its name in the checkpoint. Raises: ``CheckpointError``."""
         self._state = here
         pairs = [pair for pair in self._pairs.items() if any(_below(name, pair[1]) is not None for name in here)]
         moves = _active(pairs, saved)
@@ -49,7 +50,7 @@ class NameMap:
         return found
 
     def moves(self, entry: str, saved: Collection[str]) -> list[tuple[str, str]]:
-        """Return the renames that apply to the parameters of a module entry."""
+        """Return the renames, as old and new names, that apply to the parameters of a module entry."""
         found = self._moves[entry] = self._of_entry(entry, saved)
         return found
 
@@ -62,13 +63,13 @@ class NameMap:
         return found
 
     def origins(self, entry: str, name: str, here: str, saved: Collection[str]) -> list[str]:
-        """Return the names under which a parameter of an optimizer may have been saved, the likeliest first.
+        """Return the names under which a parameter of an optimizer may have been saved, the most likely first.
 
         Args:
             entry: the entry of the module that has the parameter; empty if no module has it.
             name: the name of the parameter in that module.
-            here: the name in the optimizer, which begins with the entry if two modules have the same names.
-            saved: the names in the saved optimizer.
+            here: the name in the optimizer; it begins with the entry's name if two modules have equal parameter names.
+            saved: the parameter names in the saved optimizer.
         """
         if not entry:
             return [self._entries.get(name, name), name]
@@ -79,27 +80,27 @@ class NameMap:
         return [*(olds if here == name else ()), *(f"{before}.{each}" for each in olds)]
 
     def may_miss(self, *names: str) -> bool:
-        """Whether an entry or parameter with the given ``names`` may be missing."""
+        """Return whether ``allow_missing`` matches an entry or parameter, which may have several ``names``."""
         return any(fnmatchcase(name, pattern) for pattern in self._patterns for name in names)
 
     def all_missing(self) -> list[str]:
-        """Return the missing parameters that may be missing, as ``entry.parameter``."""
+        """Return the names in ``missing``, as ``entry.parameter``."""
         return [f"{entry}.{name}" for entry, own in self.missing.items() for name in own]
 
     def look(self, names: Collection[str]) -> None:
-        """Set ``unused``; ``names`` are the entries and parameters of the state."""
+        """Set ``unused`` to the patterns that match none of ``names``, the entries and parameters of the state."""
         self.unused = [each for each in self._patterns if not any(fnmatchcase(name, each) for name in names)]
         self._here = names
 
     def no_such(self) -> str:
-        """Return a message about the first of the ``unused`` names."""
+        """Return an error message about the first unused pattern."""
         names = {".".join(name.split(".")[:end]) for name in self._here for end in range(1, name.count(".") + 2)}
         close = nearest(self.unused[0].removesuffix(".*"), sorted(names))
         given = option("checkpoint.restore.allow_missing")
         return f"{given} has {self.unused[0]!r}, which matches nothing in the state.{close}"
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error, extended by the first of the ``unused`` names, which may have a typo."""
+        """Return the error. If a pattern is unused, perhaps because of a typo, its message also names the pattern."""
         if not self.unused or not isinstance(error, CheckpointError):
             return error
         return kind_of([error])(f"{str(error).rstrip('.')}. {self.no_such()}")
@@ -112,7 +113,7 @@ class NameMap:
         return found
 
     def _readings(self, entry: str, old: str, new: str) -> list[tuple[str, str]]:
-        """Return the possible meanings of a rename in an entry, first with the name of the entry as a prefix."""
+        """Return the possible meanings of a rename for an entry; first, that both names begin with the entry's name."""
         inner = _below(old, entry), _below(new, entry)
         if inner[0] is None:
             inner = _below(old, self._entries.get(entry, entry)), inner[1]
@@ -121,7 +122,7 @@ class NameMap:
 
 
 def _below(name: str, prefix: str) -> str | None:
-    """Return the rest of a name after a dotted prefix; ``None`` if the name does not begin with it."""
+    """Return the rest of a name after a dotted prefix; ``None`` if the name does not have the prefix."""
     if not prefix or name == prefix:
         return name[len(prefix) :]
     return name[len(prefix) + 1 :] if name.startswith(f"{prefix}.") else None
@@ -132,7 +133,7 @@ def _join(*parts: str) -> str:
 
 
 def moved(name: str, moves: Sequence[tuple[str, str]]) -> str:
-    """Apply to ``name`` the rename with the longest matching old name, and return the result."""
+    """Return ``name`` after applying the rename that has the longest matching old name."""
     fits = [(old, _join(new, rest)) for old, new in moves if (rest := _below(name, old)) is not None]
     return max(fits, key=lambda each: len(each[0]))[1] if fits else name
 
@@ -142,14 +143,14 @@ def _active(pairs: Sequence[tuple[str, str]], saved: Collection[str]) -> list[tu
     found = []
     for old, new in pairs:
         is_there, is_new = (any(_below(name, each) is not None for name in saved) for each in (old, new))
-        is_inner = _below(old, new) is not None  # a level is removed, so the outer name exists before and after
+        is_inner = _below(old, new) is not None  # the rename removes a level, so the outer name always exists
         if is_there and (is_inner or not is_new):
             found.append((old, new))
     return found
 
 
 def by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[str, str]:
-    """Return each saved name by its new name. Raises: ``CheckpointError`` if two would have the same new name."""
+    """Map the new name of each saved name to the saved name. Raises: ``CheckpointError`` if two new names are equal."""
     found: dict[str, str] = {}
     for name in saved:
         here = moved(name, moves) if moves else name
@@ -159,7 +160,7 @@ def by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[
     return found
 
 
-# -- proposals in a message
+# -- advice in a message
 
 
 def advice(
@@ -169,14 +170,14 @@ def advice(
     present: Collection[str],
     alike: Callable[[str, str], bool],
 ) -> str:
-    """Return the options that would restore a module with missing names; empty if none is likely.
+    """Return a text that proposes the options to restore a module with missing names; empty without a likely option.
 
     Args:
         entry: the entry of the module.
-        missing: the names of the module that were not saved.
+        missing: the names in the module that were not saved.
         rest: the saved names that the module does not have.
         present: the saved names that the module has.
-        alike: returns whether a missing name and a saved name have the same shape and dtype.
+        alike: called with a missing and a saved name; returns whether their tensors have the same shape and dtype.
     """
     left, renames, new = set(rest), {}, []
     whole_module = {_before(name, missing[0]) for name in rest} - {None} if missing and not present else ()
@@ -209,7 +210,7 @@ def advice(
 
 
 def _groups(missing: Sequence[str], present: Collection[str]) -> dict[str, list[str]]:
-    """Group missing names by their shortest prefix that is not a prefix of a present name."""
+    """Group missing names by their shortest prefix that no present name has."""
     taken = {".".join(name.split(".")[:end]) for name in present for end in range(1, name.count(".") + 2)}
     groups: dict[str, list[str]] = {}
     for name in missing:

@@ -1,9 +1,9 @@
 """Flattens a state whose dicts, lists and tuples hold modules, optimizers, schedulers or other objects.
 
-``{"nets": {"g": G, "d": D}}`` is the same state as ``{"nets.g": G, "nets.d": D}``. :class:`Spreader` returns a view
-with an entry for each object, and for each plain value in a container with objects; a restore writes through the view
-into the containers of the program. A list of only modules, or only optimizers, is one entry (:mod:`.module_state`). A
-container without objects is a plain value.
+``{"nets": {"g": G, "d": D}}`` is the same state as ``{"nets.g": G, "nets.d": D}``. :class:`Spreader` returns a flat
+view, with an entry for each object and for each plain value that shares a container with an object. A restore writes
+through the view into the program's containers. A list of only modules, or only optimizers, is one entry
+(:mod:`.module_state`). A container without objects is one plain value.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _OTHERS = (Mapping, set, frozenset, deque)  # containers that are not flattened
 NOTHING = object()
 """Returned by :func:`find_inside` if there is no value."""
 _OPTIMIZER = {"state", "param_groups"}  # keys of the state dict of an optimizer
-_DEEPEST = 200  # most levels of nested containers that a checkpoint accepts
+_DEEPEST = 200  # maximum depth of nested containers in a checkpoint
 
 
 class NestedState(MutableMapping[str, Any]):
-    """A flat view of a state with containers; ``ways`` has the path of keys to each entry."""
+    """A flat view of a nested state. ``ways`` maps the name of each entry to its path of keys."""
 
     def __init__(self, state: MutableMapping[str, Any], ways: dict[str, tuple[Any, ...]]) -> None:
         self._state, self._ways = state, ways
@@ -54,11 +54,11 @@ class NestedState(MutableMapping[str, Any]):
         return self._ways[name]
 
     def takes(self, name: str) -> bool:
-        """Whether a container in the state could hold the entry ``name``, which the program does not have."""
+        """Return whether a container in the state could store ``name``, which is not an entry of the program."""
         return name not in self._ways and bool(self._containers_of(name))
 
     def add(self, name: str) -> None:
-        """Add an entry with the value ``None`` to its container, with the dicts around it.
+        """Add an entry with the value ``None`` to its container, and create the dicts in between.
 
         Raises:
             CheckpointError: the container is not a dict whose keys are strings.
@@ -74,7 +74,7 @@ class NestedState(MutableMapping[str, Any]):
         self._ways[name] = *before, *rest
 
     def _containers_of(self, name: str) -> list[tuple[tuple[Any, ...], list[str]]]:
-        """Return the paths to the containers of ``name``, outermost first, each with the remaining keys."""
+        """Return the containers around ``name``, outermost first, each as its path and the remaining keys."""
         found = {}
         for way in self._ways.values():
             for end in range(1, len(way)):
@@ -95,15 +95,15 @@ class NestedState(MutableMapping[str, Any]):
 
 
 class Spreader:
-    """Flattens the state of a program in each step. Keeps references to the plain containers of the last step."""
+    """Flattens the state of a program. Remembers the containers without objects from the last call."""
 
     def __init__(self) -> None:
         self._plain: dict[int, Any] = {}
 
     def spread(self, state: MutableMapping[str, Any], again: bool = True) -> MutableMapping[str, Any]:
-        """Return a view of ``state`` with an entry for each object; ``state`` itself if no container holds an object.
+        """Return a flat view of ``state``; ``state`` itself if no container holds an object.
 
-        Unless ``again`` is set, containers without objects in the last call are not searched, because a search of large
+        If ``again`` is false, containers that had no objects in the last call are not searched, because searching large
         containers in each step takes time.
 
         Raises:
@@ -138,12 +138,12 @@ class Spreader:
 
 
 def is_module_state(value: Any) -> bool:
-    """Whether a value is the result of ``state_dict()`` of a module, or a copy of it."""
+    """Return whether a value is a module's state dict, or a copy of one."""
     return isinstance(value, dict) and hasattr(value, "_metadata")
 
 
 def state_dicts(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of each state dict in nested dicts, and its kind, ``module`` or ``optimizer``."""
+    """Yield each state dict in nested dicts, as its dotted name and its kind, ``module`` or ``optimizer``."""
     if is_module_state(value):
         yield name, "module"
     elif isinstance(value, dict) and value.keys() >= _OPTIMIZER:
@@ -154,7 +154,7 @@ def state_dicts(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def expect_savable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if a checkpoint cannot store a plain value of ``state``."""
+    """Raise ``CheckpointError`` if ``state`` has a plain value that a checkpoint cannot store."""
     expect_reachable(state)
     for name in state:
         if not _is_entry(value := entries.value_of(state, name)):
@@ -162,9 +162,9 @@ def expect_savable(state: Mapping[str, Any]) -> None:
 
 
 def expect_reachable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` for an object inside a plain value, because a restore would replace it with a copy.
+    """Raise ``CheckpointError`` if a plain value has an object inside, which a restore would replace with a copy.
 
-    A data loader or sampler without ``state_dict`` raises the error too.
+    A data loader or sampler without ``state_dict`` is rejected too.
     """
     for name in state:
         value = entries.value_of(state, name)
@@ -174,7 +174,7 @@ def expect_reachable(state: Mapping[str, Any]) -> None:
 
 
 def code_of(state: Mapping[str, Any], name: str) -> str:
-    """Return an entry as Python code, such as ``state['nets']['g']``."""
+    """Return the Python expression for an entry, such as ``state['nets']['g']``."""
     way = state.way_of(name) if isinstance(state, NestedState) else (name,)
     return "state" + "".join(f"[{key!r}]" for key in way)
 
@@ -186,7 +186,7 @@ def outer_names(name: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def find_inside(value: Any, keys: Sequence[str]) -> Any:
-    """Return the value under dotted keys in nested dicts, lists and tuples; ``NOTHING`` if it does not exist."""
+    """Return the value under a path of keys in nested dicts, lists and tuples; ``NOTHING`` if it does not exist."""
     if not keys:
         return value
     if isinstance(value, _SPREAD):
@@ -198,7 +198,7 @@ def find_inside(value: Any, keys: Sequence[str]) -> Any:
 
 
 def _is_entry(value: Any) -> bool:
-    """Whether a value is saved by its own ``state_dict`` or as :class:`.PerRank` instead of by its content."""
+    """Return whether a value is saved by ``state_dict`` or as :class:`.PerRank`, and not as a plain value."""
     if type(value) in _PLAIN:
         return False
     is_one = isinstance(value, entries.PerRank) or is_object(value)
@@ -214,7 +214,7 @@ def _values(holder: Any) -> Any:
 
 
 def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
-    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # takes milliseconds for a million numbers
+    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # milliseconds for a million numbers
         return False
     for value in _values(holder):
         if _is_entry(value):
@@ -227,8 +227,8 @@ def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
 
 
 def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tuple[str, str] | None:
-    """Return the dotted name of the first object inside a plain value, and the name of its type."""
-    if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # other code rejects deeper values
+    """Return the dotted name and the type name of the first object inside a plain value, or ``None``."""
+    if type(value) in _PLAIN or id(value) in seen or depth > _DEEPEST:  # encode() rejects deeper values
         return None
     seen.add(id(value))
     if is_config(value):  # plain data, except for objects that OmegaConf allows by a flag
@@ -244,7 +244,7 @@ def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tu
 
 
 def _put(state: Any, way: tuple[Any, ...], value: Any) -> None:
-    """Set a value in its container; a tuple, which is immutable, is replaced by a new one in its own container."""
+    """Set a value in its container. A tuple is immutable, so a new tuple replaces it in the container around it."""
     *before, key = way
     holder = reduce(getitem, before, state)
     if not isinstance(holder, tuple):

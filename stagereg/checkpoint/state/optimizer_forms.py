@@ -1,8 +1,8 @@
-"""The two forms of an optimizer's state: torch's own form, and the form by the names of parameters.
+"""Converts optimizer state from torch's form, keyed by numbers, to the *form by name*, keyed by parameter names.
 
-In the form by names, a group is identified by the name of its first parameter (docs/format.md). Values that belong to
-no parameter (state under other keys, keys next to ``state`` and ``param_groups``, groups without parameters) are stored
-under the name of the first parameter of the optimizer.
+In the form by name, a group has the name of its first parameter (docs/format.md). Values that belong to no parameter
+(state under other keys, keys next to ``state`` and ``param_groups``, groups without parameters) are stored under the
+name of the optimizer's first parameter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ STATE, GROUPS, PARAMS, ALIASES = "state", "param_groups", "params", "aliases"
 OPTIMIZERS, TENSORS = "optimizers", "tensors"
 BESIDE, EMPTY_GROUPS = "beside", "empty_groups"  # keys of the items of ``OPTIMIZERS``, next to ``STATE``
 _DECOUPLED = "decoupled_weight_decay"  # distinguishes AdamW from Adam
-_OF_THE_PARAMETERS = (PARAMS, "param_names")  # lists with one item per parameter; other options are of the group
+_OF_THE_PARAMETERS = (PARAMS, "param_names")  # group keys with a list of one item per parameter
 
 
 def is_by_name(saved: Any) -> bool:
-    """Whether an entry, or its structure, is an optimizer's state by the names of parameters."""
+    """Return whether a value, saved or decoded as a structure, is optimizer state in the form by name."""
     return (
         isinstance(saved, dict)
         and isinstance(saved.get(STATE), Mapping)
@@ -37,7 +37,7 @@ def is_by_name(saved: Any) -> bool:
 
 
 def as_by_name(saved: Any) -> Mapping[str, Any] | None:
-    """Return an optimizer's state, or its structure, by name; converts torch's form. ``None`` for other values."""
+    """Return optimizer state in the form by name, converted if it has torch's form; ``None`` for other values."""
     if is_by_name(saved):
         return cast("Mapping[str, Any]", saved)
     if not _is_torchs(saved):
@@ -50,7 +50,7 @@ def as_by_name(saved: Any) -> Mapping[str, Any] | None:
 def by_name(
     found: Mapping[str, Any], names: Mapping[Any, str], groups: Sequence[tuple[list[str], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Convert torch's form of an optimizer's state to the form by names; ``names`` has the name for each number."""
+    """Convert optimizer state from torch's form to the form by name. ``names`` maps parameter numbers to names."""
     state = {names[key]: each for key, each in found[STATE].items() if key in names and not _is_empty(each)}
     whole = {STATE: state, GROUPS: {own[0]: {**options, PARAMS: own} for own, options in groups if own}}
     part = {
@@ -73,7 +73,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def _is_torchs(saved: Any) -> bool:
-    """Whether a value is an optimizer's state in torch's form, with numbers or names of parameters."""
+    """Return whether a value is optimizer state in torch's form, with parameters as numbers or strings."""
     if not (isinstance(saved, dict) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
         return False
     groups = saved[GROUPS]
@@ -88,15 +88,15 @@ def groups_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
 
 
 def joined(each: Sequence[Mapping[str, Any]]) -> Any:
-    """Merge the states of several optimizers.
+    """Merge the states of several optimizers into one.
 
     Raises:
-        CheckpointError: two optimizers share a parameter, or one has a state dict in a custom form.
+        CheckpointError: two optimizers share a parameter, or one has a state dict that is not in torch's form.
     """
     if len(each) == 1:
         return each[0]
     if not all(map(is_by_name, each)):
-        raise CheckpointError("one of several optimizers has a custom form of state dict; save it under its own name")
+        raise CheckpointError("one of several optimizers has a non-standard state dict; save it as a separate entry")
     whole: dict[str, Any] = {}
     for key in (STATE, GROUPS, ALIASES, OPTIMIZERS):
         parts = [one[key] for one in each if key in one]
@@ -116,7 +116,7 @@ def joined(each: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def is_numbered(found: Any, count: int) -> bool:
-    """Whether a value is an optimizer's state in torch's form, with ``count`` parameters by their numbers."""
+    """Return whether a value is optimizer state in torch's form, with parameters numbered from 0 to ``count - 1``."""
     if not _is_torchs(found):
         return False
     return [number for group in found[GROUPS] for number in group[PARAMS]] == [*range(count)]
@@ -127,7 +127,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``MissingEntryError`` if the options of the saved groups are of another kind of optimizer."""
+    """Raise ``MissingEntryError`` if the hyperparameters of the saved groups belong to another type of optimizer."""
     there, here = _options_of(saved), _options_of(optimizer.param_groups)
     more, own = there.keys() - here.keys(), here.keys() - there.keys()
     if not (more and own):  # if only one side has extra options, another version of torch has added them

@@ -1,13 +1,13 @@
 """Saves and restores optimizers by the names of parameters, so that any parallelism layout can restore their state.
 
 torch numbers the parameters of each optimizer from 0, so the numbers of two pipeline stages collide. Here each
-parameter has a name, and the name of its first parameter identifies a group (docs/format.md). So the states of several
-ranks, for example with pipeline stages, ``FSDP2`` or ``ZeroRedundancyOptimizer``, are merged by name. The dotted names
-are as in torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``. ``aliases`` are the other names of tied
-parameters, which may not be tied in another layout.
+parameter has a name, and a group has the name of its first parameter (docs/format.md). So the states of several ranks,
+for example with pipeline stages, ``FSDP2`` or ``ZeroRedundancyOptimizer``, can be merged by name. The dotted names are
+as in torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``. ``aliases`` has the other names of tied
+parameters, because another layout may not tie them.
 
-A parameter of no module in the state is identified by its number. If only the program or only the checkpoint has names,
-parameters are matched by position, as in torch.
+A parameter that belongs to no module in the state has its number as name. If only the program or only the checkpoint
+has names, parameters are matched by position, as in torch.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Names(NamedTuple):
     """The names of the parameters of an optimizer."""
 
     by_parameter: dict[torch.Tensor, str]  # the name of each parameter, in the order of the groups
-    aliases: dict[str, str]  # other names of tied parameters, each with the first name
+    aliases: dict[str, str]  # maps other names of tied parameters to the first name
     flat: torch.nn.Module | None  # the FSDP1 module that has flattened the parameters, if any
-    owners: dict[str, tuple[str, str]]  # for each name, the entry of the parameter's module, and its name in the module
+    owners: dict[str, tuple[str, str]]  # for each name: its module's entry, and the name in that module
 
 
 class ParameterNames:
@@ -101,7 +101,7 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
     ambiguous = len({of for _, of in every}) < len({param for param, _ in every})
     known: dict[str, str] = {}
     owner_of: dict[str, tuple[str, str]] = {}
-    for name, (own, aliases) in owners.items():  # the entry distinguishes equal names of two modules
+    for name, (own, aliases) in owners.items():  # the entry's name distinguishes equal names in two modules
         before = f"{name}." if ambiguous and len(owners) > 1 else ""
         owner_of |= {f"{before}{of}": (name, of) for of in own.values()}
         names.update({param: f"{before}{of}" for param, of in own.items()})
@@ -113,10 +113,10 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
 
 
 def optimizers_of(value: Any) -> list[Optimizer]:
-    """Return the optimizers of ``value``, an optimizer or a list of optimizers; empty for other values.
+    """Return ``value``, an optimizer or a list of optimizers, as a list; an empty list for other values.
 
     A container of optimizers, such as torchtitan's ``OptimizersContainer``, counts as a list. An object without
-    ``param_groups``, which has not called ``Optimizer.__init__``, is not an optimizer.
+    ``param_groups`` is not an optimizer: its class has not called ``Optimizer.__init__``.
     """
     of_many = isinstance(value, Optimizer) and isinstance(value, Iterable)
     each = list(value) if of_many or isinstance(value, (list, tuple)) else [value]
@@ -132,9 +132,9 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """Return the state by name, which refers to live tensors. Collective only with FSDP1.
+    """Return the optimizer's state in the form by name. It contains the live tensors. Collective only with FSDP1.
 
-    The state dict of an optimizer that does not use torch's form is returned unchanged.
+    If the optimizer's state dict is not in torch's form, it is returned unchanged.
 
     Raises:
         CheckpointError: the optimizer has no state dict, for example a ``ZeroRedundancyOptimizer`` with
@@ -170,7 +170,7 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """Return the state as torch merges it for FSDP1: only the state of parameters, cast to their dtypes."""
+    """Return the state that torch merges for FSDP1: only the state of parameters, cast to the parameters' dtypes."""
     beside = _beside(optimizer)
     states = [(str(i), param, optimizer.state.get(param, {})) for i, param in enumerate(parameters_of(optimizer))]
     given = {name: state for name, _, state in states}
@@ -189,13 +189,13 @@ def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]
 
 
 def _beside(optimizer: Optimizer) -> list[str]:
-    """Describe the state of an optimizer that belongs to no parameter, for messages."""
+    """List the parts of an optimizer's state that belong to no parameter, for messages."""
     keys = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
     return keys + ["keys from register_state_dict_post_hook"] * bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def _state_dict(optimizer: Optimizer) -> Any:
-    """Return the state dict. Raises ``CheckpointError`` if torch would not restore it."""
+    """Return the optimizer's state dict. Raises: ``CheckpointError`` if torch would not restore it."""
     params = parameters_of(optimizer)
     keys: Iterable[Any] = optimizer.state
     if taken := [key for key in keys if not isinstance(key, torch.Tensor) and key in range(len(params))]:
@@ -217,13 +217,13 @@ def _state_dict(optimizer: Optimizer) -> Any:
 
 
 def is_of_own_kind(optimizer: Optimizer) -> bool:
-    """Whether the state dict of an optimizer does not use torch's form, so that it is restored unchanged."""
+    """Return whether the optimizer's state dict is not in torch's form. Such a state is restored unchanged."""
     inner = _inner(optimizer)
     return not is_numbered(_state_dict(inner), len(parameters_of(inner)))
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that has the state: for ZeRO the inner optimizer, with the parameters of this rank."""
+    """Return the optimizer that has the state. ``ZeroRedundancyOptimizer`` has an inner optimizer on each rank."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
     inner = getattr(optimizer, "optim", None)
@@ -249,15 +249,15 @@ def select(
     origins: Mapping[str, Sequence[str]],
     may_miss: Collection[str],
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return this rank's part of a saved state, or of its structure, and the saved names of its parameters.
+    """Select this rank's part of a saved state; return the part, and the saved names of its parameters.
 
     Args:
-        origins: the names under which a parameter may have been saved, the likeliest first.
+        origins: the names under which a parameter may have been saved, the most likely first.
         may_miss: the parameters that keep their current state if they were not saved.
 
     Raises:
-        MissingEntryError: the state is of another kind of optimizer, judged by its options; or it is one state for all
-            parameters together, and some are missing.
+        MissingEntryError: the hyperparameters belong to another type of optimizer; or some parameters of LBFGS, which
+            has one state for all parameters, were not saved.
         CheckpointError: parameters are missing; a group was saved as several groups with different options; or a value
             that belongs to no parameter does not match the optimizer.
     """
@@ -273,7 +273,7 @@ def select(
     if absent and isinstance(optimizer, torch.optim.LBFGS):
         raise MissingEntryError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
     source = {name: of for name, of in source.items() if of in group_of}
-    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # not groups of other optimizers
+    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # only groups of this optimizer
     _warn_of_one_group(optimizer, [{id(group_of[source[x]]) for x in own if x in source} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
@@ -305,7 +305,7 @@ def select(
 
 
 def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
-    """Return the values that belong to no parameter, from the saved optimizers with some of the ``own`` parameters."""
+    """Return the values that belong to no parameter, from the saved optimizers with parameters in ``own``."""
     every = saved.get(OPTIMIZERS, {})
     parts = [each for each in every.values() if own & set(each[PARAMS])] if own else [every.get("", {})]
     found: dict[str, dict[Any, Any]] = {}
@@ -329,7 +329,6 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
 
 
 def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the saved options for the groups without parameters, by the positions of these groups."""
     here = [str(at) for at, group in enumerate(optimizer.param_groups) if not group[PARAMS]]
     there = [*saved[0].values()] if saved else []
     if any(not _alike(saved[0], other) for other in saved[1:]) or (there and here and len(there) != len(here)):
@@ -348,7 +347,7 @@ def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
 
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
-    """Warn if groups with different options were saved as one; ``saved`` has the saved groups of each group."""
+    """Warn if two groups with different options were saved as one. ``saved``: for each group, its saved groups."""
     groups = [hyperparameters(group) for group in optimizer.param_groups]
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
@@ -369,7 +368,7 @@ def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:
 
 
 def _keep_apart(structures: dict[str, Any]) -> None:
-    """Copy the leaves of parameters that read the same saved value, since each reads it into its own memory."""
+    """Copy shared leaves of two parameters, because each parameter reads the saved value into its own memory."""
     seen: set[int] = set()
     for name, structure in structures.items():
         leaves = {id(leaf) for leaf in marks(structure)}
@@ -381,7 +380,7 @@ def _keep_apart(structures: dict[str, Any]) -> None:
 def _sources(
     own: Sequence[str], saved: Mapping[str, Any], aliases: Mapping[str, str], origins: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Return the saved name of each parameter; empty if it was not saved."""
+    """Map each parameter to its saved name, or to an empty string if it was not saved."""
     if all(map(str.isdecimal, own)) != all(map(str.isdecimal, saved)) and len(own) == len(saved):
         return dict(zip(own, saved, strict=True))
     found = {}
@@ -392,14 +391,14 @@ def _sources(
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two hyperparameters are equal, or both are tensors, whose values are read later."""
+    """Return whether two hyperparameters are equal. Two tensors count as equal, because their values are read later."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     return type(one) is type(other) and (not isinstance(one, (str, bool, int, float, tuple, list)) or one == other)
 
 
 def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
-    """Load the result of :func:`select`, with its tensors. Raises: the errors of ``load_state_dict``."""
+    """Load a result of :func:`select`, whose tensors have been read, into the optimizer. Errors of torch propagate."""
     inner = _inner(optimizer)
     if not is_by_name(loaded):
         inner.load_state_dict(dict(loaded) if isinstance(loaded, Mapping) else loaded)
@@ -426,7 +425,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
         _log.warning("%s of the optimizer was not saved, and keeps its current value.", listed(new))
     given = {**state, **part.get(STATE, {})}
     absent = [x for x, name in zip(params, order, strict=True) if name not in there and x in inner.state]
-    kept = {x: inner.state[x] for x in absent}  # some optimizers create the state of a parameter at the start
+    kept = {x: inner.state[x] for x in absent}  # some optimizers create state before the first step
     inner.load_state_dict({**current, **beside, STATE: given, GROUPS: options})
     inner.state.update(kept)
     for (number, own), param in ((each, params[each[0]]) for each in state.items()):
@@ -439,7 +438,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
 
 
 def _counting(saved: Any) -> Any:
-    """Return the state of a parameter with a float32 step counter: in bfloat16 it would stop counting at 256."""
+    """Return a parameter's state with a float32 step counter. A bfloat16 counter would stop at 256."""
     step = saved.get("step") if isinstance(saved, Mapping) else None
     if isinstance(step, torch.Tensor) and step.is_floating_point() and step.itemsize < torch.float32.itemsize:
         return {**saved, "step": step.float()}

@@ -1,8 +1,8 @@
-"""Notes on the tensors of an optimizer's state, for properties that neither bytes nor ``load_state_dict`` restore.
+"""Records the properties of optimizer tensors that neither their bytes nor ``load_state_dict`` restore.
 
-``load_state_dict`` casts the state of a parameter to the parameter's dtype. A checkpoint stores tensors that several
+``load_state_dict`` casts the state of a parameter to the parameter's dtype. A checkpoint stores a tensor that several
 ranks have written in row-major order, and does not distinguish a plain tensor from a replicated ``DTensor``. A save
-adds a note for each tensor that a restore would otherwise change (docs/format.md); most optimizers need no notes.
+adds a note for each tensor that a restore would otherwise change (docs/format.md). Most optimizers need no notes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
 
 _DTYPES, _STRIDES, _PLACED = "dtypes", "strides", "placed"
-_STEP = "step"  # key of the step counter, which torch casts only to float32, if at all
+_STEP = "step"  # key of the step counter; load_state_dict casts it to float32 or not at all
 _NUMBERS = (int, float, bool, type(None))
 
 
 def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], whole: Any) -> dict[str, Any]:
-    """Return the notes on the state of an optimizer, by dotted paths in its entry; empty if none are needed.
+    """Return the notes on the tensors of an optimizer, by kind and dotted path; empty if no notes are needed.
 
     Args:
         states: the states of the parameters, by name.
@@ -53,13 +53,13 @@ def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
 
 
 def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
-    """Return the state of a parameter that declares shards, with tensors that declare the same shards.
+    """Return a sharded parameter's state, with tensors that declare the same shards as the parameter.
 
     A tensor of the parameter's shape gets the parameter's shards (:mod:`~stagereg.checkpoint.format.split_tensors`),
     unless it declares its own. The tensors of the optimizer are not changed.
 
     Raises:
-        CheckpointError: such a tensor wraps others, so it cannot be split into shards.
+        CheckpointError: a tensor of the parameter's shape wraps other tensors, so it cannot be split into shards.
     """
     if isinstance(value, dict):
         return {key: split_as(param, item, f"{path}.{key}") for key, item in value.items()}
@@ -76,7 +76,7 @@ def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
 
 
 def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
-    """Yield the dtypes of tensors in a value in torch's order; ``None`` for a step that is not float32."""
+    """Yield the dtypes of tensors in a value; ``None`` for a step counter that is not float32, nothing if it is."""
     if isinstance(value, torch.Tensor):
         if key != _STEP:
             yield value.dtype
@@ -93,7 +93,7 @@ def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
 def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param: torch.Tensor) -> None:
     strided = type(x) is torch.Tensor and x.layout is torch.strided and not is_split(x)
     if strided and x.numel() and not x.is_contiguous():
-        strides = torch.empty_like(x, device="meta").stride()  # without gaps and overlaps
+        strides = torch.empty_like(x, device="meta").stride()  # strides without gaps and overlaps
         if strides != torch.empty(x.shape, dtype=x.dtype, device="meta").stride():
             notes[_STRIDES][path] = [*strides]
     if isinstance(param, DTensor) and (placed := _placed(x, param)) != _guessed(x, param):
@@ -101,7 +101,7 @@ def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param
 
 
 def _placed(x: torch.Tensor, param: DTensor) -> str | None:
-    """Return the placement of a sharded parameter's state tensor; ``None`` if it is sharded like the parameter."""
+    """Return how a state tensor of a ``DTensor`` parameter is placed; ``None`` if it is placed like the parameter."""
     if not isinstance(x, DTensor):
         return PLAIN
     sharded_alike = x.shape == param.shape and any(not each.is_replicate() for each in x.placements)
@@ -123,7 +123,7 @@ def _shown(dtype: torch.dtype) -> str:
 
 
 def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Apply the notes to the leaves of a structure. Raises: ``CheckpointError`` if a note is invalid."""
+    """Apply the notes to the leaves of an entry's structure. Raises: ``CheckpointError`` if a note is invalid."""
     strides, placed = notes.get(_STRIDES, {}), notes.get(_PLACED, {})
     for path, leaf in walk(entry) if strides or placed else ():
         if isinstance(leaf, Leaf) and leaf.stored.dtype is not None:
@@ -138,21 +138,21 @@ def mark(entry: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
 
 
 def kept_dtypes(notes: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
-    """Return the notes on dtypes of the parameters in ``source``, which has their saved names by their names."""
+    """Return the dtype notes of the parameters in ``source``, which maps their current names to saved names."""
     dtypes = notes.get(_DTYPES, {})
     return {_DTYPES: found} if (found := {name: dtypes[of] for name, of in source.items() if of in dtypes}) else {}
 
 
 def keeps_dtypes(notes: Mapping[str, Any], name: str, param: torch.Tensor) -> bool:
-    """Whether a parameter's state keeps its saved dtypes, because the parameter has its saved dtype too."""
+    """Return whether a parameter's state keeps its saved dtypes: only if the parameter has its saved dtype too."""
     return bool(notes.get(_DTYPES, {}).get(name) == _shown(param.dtype))
 
 
 def given_back(given: Any, taken: Any, dtypes: bool) -> Any:
-    """Return a parameter's state ``taken`` by an optimizer, with values from ``given`` for those that torch changed.
+    """Undo changes of ``load_state_dict`` in a parameter's state: ``given`` was loaded, and ``taken`` is the result.
 
-    With ``dtypes``, tensors get their saved dtypes back. torch's ``load_state_dict`` replaces each string, even in a
-    set, with the ``repr`` of a generator.
+    If ``dtypes`` is true, tensors get their saved dtypes back. Strings are always restored, because torch replaces each
+    string, even in a set, with the ``repr`` of a generator.
     """
     if isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor):
         return given.to(taken.device) if dtypes and given.dtype != taken.dtype and given.shape == taken.shape else taken

@@ -1,8 +1,8 @@
 """Records, restores and seeds the global random number generators of a process.
 
-These are the generators of Python's ``random``, torch's CPU, the current accelerator, if any, and NumPy, if the program
-has imported it; not the program's own generators. Their states are staged as bytes, which every stager supports. torch
-returns a new tensor in each call, for which a stager would have to make a new plan.
+These are the generators of Python's ``random``, of torch's CPU and the current accelerator, and of NumPy, if the
+program has imported it. For generators that the program has created, see :mod:`.generators`. The states are staged as
+bytes, because torch returns a new tensor in each call, for which a stager would have to make a new plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-_JSON_BYTES = 8192  # size of a state after padding with spaces; enough for 625 numbers of 32 bits
+_JSON_BYTES = 8192  # size of a JSON state, padded with spaces; fits 625 numbers of 32 bits
 
 
 def _accelerator() -> Any | None:
@@ -28,7 +28,7 @@ def _accelerator() -> Any | None:
 
 
 def note() -> dict[str, Any]:
-    """Return the state of every generator of this process. Draws no numbers from them."""
+    """Return the states of the global generators of this process, without drawing numbers from them."""
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if accelerator := _accelerator():
         state["accelerator"] = accelerator.get_rng_state()
@@ -38,26 +38,26 @@ def note() -> dict[str, Any]:
 
 
 def capture(noted: dict[str, Any] | None = None) -> dict[str, bytes]:
-    """Convert a result of :func:`note`, by default the current state, to bytes: torch's own bytes, or JSON."""
+    """Convert states from :func:`note`, by default the current states, to bytes in torch's format or JSON."""
     state = note() if noted is None else noted
     return {name: _bytes(each) if isinstance(each, torch.Tensor) else _json(each) for name, each in state.items()}
 
 
 def _json(state: Any) -> bytes:
-    # A fixed length: a new length would change the structure, which every rank would have to send again.
+    # Pad to a fixed length: a new length would change the state's structure, and every rank would send it again.
     return json.dumps(as_lists(state)).encode().ljust(_JSON_BYTES)
 
 
 def as_tensors(state: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    """Convert a result of :func:`capture` to tensors of bytes, which are written to a checkpoint."""
+    """Convert a result of :func:`capture` to uint8 tensors, which a checkpoint can store."""
     return {name: _tensor(data) for name, data in state.items()}
 
 
 def restore(state: dict[str, torch.Tensor]) -> None:
-    """Set the generators of this process to a result of :func:`as_tensors`. Skips generators that do not exist here.
+    """Set the generators to states from :func:`as_tensors`. Skips states of generators that this process lacks.
 
     Raises:
-        CheckpointError: a state is invalid; all generators are unchanged.
+        CheckpointError: a state is invalid. All generators are then unchanged.
     """
     before = as_tensors(capture())
     try:
@@ -68,7 +68,7 @@ def restore(state: dict[str, torch.Tensor]) -> None:
 
 
 def expect_valid(state: dict[str, torch.Tensor]) -> None:
-    """Raise ``CheckpointError`` if :func:`restore` would raise it. Leaves the generators unchanged."""
+    """Raise the ``CheckpointError`` that :func:`restore` would raise. Leaves the generators unchanged."""
     before = as_tensors(capture())
     restore(state)
     _set(before)
@@ -85,9 +85,9 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 
 
 def seeds() -> dict[str, str]:
-    """Return the seed of each generator of this process; equal on ranks that the program seeded identically.
+    """Return a string that identifies the seed of each generator, equal on ranks with identical seeds.
 
-    torch stores the seed of a generator; for Python and NumPy the result is a digest of the current state.
+    For torch, it is the seed. Python and NumPy do not store a seed, so it is a digest of the current state.
     """
     found = {"python": _digest(random.getstate()), "torch": str(torch.initial_seed())}
     if accelerator := _accelerator():
@@ -102,12 +102,12 @@ def _digest(state: Any) -> str:
 
 
 def seed_from(*parts: object) -> int:
-    """Return a seed that depends only on the parts: the same on every machine and in every process."""
+    """Derive a seed from ``parts``. Equal parts give the same seed on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
 def seeded(numbers: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Return the states for :func:`restore` that the generators of this process have after seeding with ``numbers``."""
+    """Return the states of newly seeded generators, for :func:`restore`. ``numbers`` maps generator names to seeds."""
     state: dict[str, Any] = {}
     for name, seed in numbers.items():
         if name == "python":
@@ -121,7 +121,7 @@ def seeded(numbers: Mapping[str, int]) -> dict[str, torch.Tensor]:
 
 
 def seeded_numpy(like: Any, seed: int) -> Any:
-    """Return a ``RandomState`` with the algorithm of ``like``, seeded with ``seed``."""
+    """Return a NumPy ``RandomState`` with the same algorithm as ``like``, seeded with ``seed``."""
     return type(like)(type(like._bit_generator)(seed))
 
 
@@ -130,7 +130,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def as_lists(state: Any) -> Any:
-    """Return a state of NumPy or Python with lists instead of arrays."""
+    """Convert the arrays in a generator state of NumPy or Python to lists."""
     if isinstance(state, dict):
         return {name: as_lists(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -138,14 +138,14 @@ def as_lists(state: Any) -> Any:
 
 def _bytes(x: torch.Tensor) -> bytes:
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.uint8:
-        raise ValueError("they are not tensors of bytes; another version of stagereg may have written them")
+        raise ValueError("they are not uint8 tensors; another version of stagereg may have written them")
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
 def checked(state: Any) -> Any:
-    """Return NumPy's state if its positions are inside their block. NumPy does not check them."""
+    """Return a NumPy state. Raises: ``ValueError`` for a position out of range, which NumPy does not check."""
     for part in (state, state["state"]):
         for name, most in (("pos", 624), ("buffer_pos", 4)):
             if name in part and (type(part[name]) is not int or not 0 <= part[name] <= most):
-                raise ValueError(f"{name} is outside of its block of numbers")
+                raise ValueError(f"{name} is outside the generator's buffer")
     return state
