@@ -4,8 +4,8 @@
 died or hung, with their stacks.
 
 ``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``KeepContract``,
-``StorageContract`` and ``TierContract`` are base classes. Their methods test an author's component against the promises
-of its kind, with or without pytest (``Contract``, ``Outcome``).
+``StorageContract`` and ``TierContract`` are base classes of tests. Each test method checks one requirement for plugin
+components of a kind, such as stagers. The tests run with or without pytest (``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The base class of contracts, which test a component against the promises of its kind.
+"""The base class of contracts. A contract is a class of tests for one kind of plugin component, such as stagers.
 
-The author of a component inherits a contract. Each method named ``test_*`` tests one promise with a new instance, under
-pytest or in :meth:`Contract.outcome`. The first line of its docstring is the promise.
+The author of a component inherits a contract. Each method named ``test_*`` tests one promise (= requirement), with
+pytest or with :meth:`Contract.outcome`. The first line of the method's docstring is the text of the promise.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 
 T = TypeVar("T")
 
-_STARTING_S = 60.0  # seconds for ranks to start, in addition to the contract's time limit
+_STARTING_S = 60.0  # seconds that ranks may need to start, in addition to the contract's time limit
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of testing one promise."""
+    """The result of testing one promise (= one requirement of a contract)."""
 
     name: str  # name of the test method
     promise: str  # text of the promise, one line
-    kept: bool | None  # `None` if the promise cannot be tested on this machine
-    seen: str = ""  # how the promise was broken, or why it was not tested
+    kept: bool | None  # whether the component meets it; `None` if it cannot be tested on this machine
+    seen: str = ""  # how the component broke the promise, or why it was not tested
 
 
 class Contract:
-    """Base class of contracts: lists the promises, tests one, and returns the outcome.
+    """Base class of contracts. Lists the promises (= requirements) of a kind of component, and tests one at a time.
 
     Attributes:
-        timeout_s: time limit of a test in seconds; a test that exceeds it counts as a broken promise.
+        timeout_s: time limit of a test in seconds. A test that exceeds the limit counts as a broken promise.
     """
 
     timeout_s: ClassVar[float] = 20.0
 
     @classmethod
     def promises(cls) -> dict[str, str]:
-        """Return the promises by the name of their test method, in the order of the contract."""
+        """Return a dict from the name of each test method to the text of its promise, in definition order."""
         found: dict[str, str] = {}
         for owner in reversed(cls.__mro__):
             for name, member in vars(owner).items():
@@ -58,7 +58,7 @@ class Contract:
 
     @classmethod
     def outcome(cls, name: str) -> Outcome:
-        """Test one of :meth:`promises` with a new instance. Raises only ``KeyboardInterrupt``."""
+        """Run the test method ``name`` on a new instance of the contract. Raises only ``KeyboardInterrupt``."""
         promise = cls.promises()[name]
         try:
             getattr(cls(), name)()
@@ -71,15 +71,15 @@ class Contract:
         return Outcome(name, promise, True)
 
     def broken(self, seen: str) -> NoReturn:
-        """Raise ``BrokenPromiseError``; ``seen`` describes the observed and the correct result."""
+        """Raise ``BrokenPromiseError``. ``seen`` describes the observed result and the correct result."""
         raise BrokenPromiseError(seen)
 
     def skipped(self, reason: str) -> NoReturn:
-        """Raise ``unittest.SkipTest``, which pytest supports, because a promise cannot be tested here."""
+        """Skip a test that cannot run on this machine: raise ``unittest.SkipTest``, which pytest supports."""
         raise unittest.SkipTest(reason)
 
     def on_ranks(self, what: str, nproc: int, fn: Callable[..., Any], *args: object) -> list[Any]:
-        """Return the results of ``fn(rank, world_size, *args)`` on ``nproc`` local ranks.
+        """Run ``fn(rank, world_size, *args)`` on ``nproc`` local ranks, and return the results in rank order.
 
         Raises:
             BrokenPromiseError: a rank failed or hung; the message begins with ``what``.
@@ -90,7 +90,10 @@ class Contract:
             self.broken(f"{what}{'; '.join(map(summarize, failure.failed.values())) or 'a rank hung'}")
 
     def on_rank_0(self, do: str, *args: object) -> None:
-        """Call the method ``do`` of a new contract with the rank and ``args``, on each of two ranks."""
+        """On each of two ranks, create a new instance of this contract, and call its method ``do(rank, *args)``.
+
+        Raise ``BrokenPromiseError`` if rank 0 raised it, or if a rank failed or hung.
+        """
         what = "called on one of two ranks: "
         if seen := self.on_ranks(what, 2, _broken_on_a_rank, type(self), do, *args)[0]:
             self.broken(f"{what}{seen}")
@@ -98,14 +101,14 @@ class Contract:
     def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:
         """Call ``do`` on another thread with a time limit, so that a component that hangs fails the test.
 
-        Return the result of ``do``, or raise its error. A thread that hangs is not ended.
+        Return the result of ``do``. Errors of ``do`` propagate. A thread that hangs continues to run.
 
         Raises:
-            BrokenPromiseError: ``do`` exceeds ``timeout_s`` seconds (default: the class's); the message contains
-                its stack.
+            BrokenPromiseError: ``do`` did not return within ``timeout_s`` seconds (default: the attribute
+                ``timeout_s`` of the class). The message contains the stack of the thread.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        # Popped, because an error's traceback holds this frame: a cycle would keep the test's objects alive.
+        # The future is popped below. An error's traceback refers to this frame: a cycle would keep test objects alive.
         futures: list[Future[T]] = [Future()]
 
         def attempt() -> None:
@@ -133,7 +136,10 @@ def _broken_on_a_rank(rank: int, world_size: int, kind: type[Contract], do: str,
 
 
 def _stack_of(thread: threading.Thread) -> list[str]:
-    """Return a thread's stack, innermost call first, from a dump: walking another thread's frames may crash."""
+    """Return a thread's stack, innermost call first.
+
+    Reads the stack from a faulthandler dump, because walking another thread's frames from Python may crash.
+    """
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""One-line descriptions of crashed processes, from the output of ``faulthandler`` and ``traceback``."""
+"""Describes crashed processes in one line, based on the output of ``faulthandler`` and ``traceback``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from stagereg.base.crash_report import is_foreign
 
 
 def innermost_frame(dump: str) -> str:
-    """Return the innermost frame of user code in a ``faulthandler`` dump, such as ``"stage (mine.py:7)"``, or ``""``.
+    """Return the innermost frame of user code in a ``faulthandler`` dump, such as ``"stage (mine.py:7)"``.
 
-    The current thread is searched first. Frames of Python, torch, pytest and stagereg are a last resort.
+    The current thread is searched first. Without user code, return a frame of Python, torch, pytest or stagereg;
+    without any frame, return an empty string.
     """
     frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
     frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
@@ -19,10 +20,10 @@ def innermost_frame(dump: str) -> str:
 
 
 def summarize(text: str) -> str:
-    """Shorten a rank's text in ``RankFailure.failed`` to one line: the error, or the signal with the crashed frame."""
+    """Shorten a failure report from ``RankFailure.failed`` to one line: the error, or the signal and crashed frame."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
     if "before it returned" not in lines[0]:
-        return lines[-1]  # last line of a traceback
+        return lines[-1]  # The report is a traceback, whose last line is the error.
     uncaught = [line for line in lines[1:] if line.startswith("what():")]
     errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
     summary = ": ".join([lines[0], *(uncaught or errors)[-1:]])

@@ -1,8 +1,8 @@
-"""The contracts of joins: the promises of a joinable or a join hook.
+"""The contracts (= classes of tests) for joinables and join hooks.
 
-An author inherits a contract, and defines how to make the component, one training step, and the result of a single
-process. The contract runs training loops on ranks (``scenario``), and compares its observations with each promise.
-``docs/contracts.md`` lists the promises and has a complete example.
+The author inherits a contract, and defines how to construct the component, how to run one training step, and which
+result a single process computes. The tests run training loops on several ranks (see ``scenario``), and compare the
+results. ``docs/contracts.md`` lists the requirements and has a complete example.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _NEVER_TRAINED = ("hooks on", "attributes of", "join of", "Python's warning filt
 
 
 class JoinableContract(Contract):
-    """The promises of a joinable. Inherit this class, and override the methods that raise ``NotImplementedError``.
+    """Tests of a joinable. Inherit this class, and override the methods that raise ``NotImplementedError``.
 
     :meth:`build`, :meth:`joinables`, :meth:`step`, :meth:`loop` and :meth:`state` run on ranks, in a process group and
-    with the same seed on all ranks; :meth:`expected` runs in the calling process. Define the subclass at the top of a
-    module, so that ranks can import it.
+    with the same seed on all ranks. :meth:`expected` runs in the calling process. Define the subclass at module level,
+    so that the ranks can import it.
 
     Attributes:
         world_size: the number of ranks, at least 2.
         options: keyword arguments of ``Join``, such as ``{"divide_by_initial_world_size": False}``.
-        torch_join: whether the joinable must also work in torch's ``Join``, and among ranks that run torch's.
-        announces: whether the joinable announces each step to stagereg's ``Join``; torch's own joinables do not, and
-            support neither planned nor counted mode.
-        own_collectives: the number of collectives that the joinable adds to each step of a planned join by design.
+        torch_join: whether the joinable must also work in torch's ``Join``, including if only some ranks use it.
+        announces: whether the joinable notifies stagereg's ``Join`` before each step. torch's own joinables do not,
+            so they support neither planned nor counted mode.
+        own_collectives: the number of collectives that the joinable intentionally adds to each step of a planned join.
         keeps: names of attributes that a join may change permanently, though training without a join does not.
-        tolerance: the maximum difference of numbers, relative above 1.
-        timeout_s: seconds for a scenario; longer scenarios count as hung. In stagereg's ``Join``, ranks that wait for
-            each other time out after half of it. After a hang, later scenarios get a third.
+        tolerance: both ``rtol`` and ``atol`` of ``torch.testing.assert_close``, which compares results.
+        timeout_s: time limit of a training run in seconds; longer runs count as hung. In stagereg's ``Join``, ranks
+            that wait for each other time out after half this time. After a hang, later runs get a third of it.
     """
 
     world_size: ClassVar[int] = 2
@@ -50,50 +50,50 @@ class JoinableContract(Contract):
     # -- defined by the author
 
     def build(self) -> Any:
-        """Return a new subject for the other methods: the joinable, or an object that contains everything they need."""
+        """Return the ``subject`` that the other methods receive: a new joinable, or an object that contains it."""
         raise NotImplementedError(f"{type(self).__name__} must define build(self)")
 
     def joinables(self, subject: Any) -> Sequence[Any]:
-        """Return the list for ``Join``, in order; called once per subject. Default: only the subject.
+        """Return the joinables to pass to ``Join``, in order. Called once per subject. Default: only the subject.
 
         torch's ``Join`` accepts only joinables, so wrap optimizers and functions in joinables.
         """
         return [subject]
 
     def step(self, subject: Any, value: float) -> object:
-        """Run one training step on a rank with data; ``value`` is the batch and differs by rank. Collective."""
+        """Run one training step on a rank that has data. ``value`` is the batch, which differs by rank. Collective."""
         raise NotImplementedError(f"{type(self).__name__} must define step(self, subject, value)")
 
     def loop(self, join: Any, subject: Any, values: list[float]) -> None:
-        """Loop over a rank's batches, within the join. Default: call :meth:`step` for each, as in a plain loop.
+        """Loop over the batches ``values`` of this rank, within the join. Default: call :meth:`step` for each batch.
 
-        Override it only for joinables that require ``join.iterate``; each iteration must call ``self.step``.
+        Override this method only for joinables that require ``join.iterate``. Each iteration must call ``self.step``.
         """
         for value in values:
             self.step(subject, value)
 
     def state(self, subject: Any) -> Mapping[str, Any]:
-        """Return the tensors and numbers that must be correct on every rank after a join, by name. Collective."""
+        """Return a dict of the tensors and numbers that must be correct on every rank after a join. Collective."""
         raise NotImplementedError(f"{type(self).__name__} must define state(self, subject)")
 
     def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        """Return the same values as :meth:`state`, computed in a single process.
+        """Return the correct result of :meth:`state`, computed in a single process.
 
-        ``steps``: for each step, the values of the ranks with data, in rank order.
+        ``steps``: for each step, the batches of the ranks that still have data, in rank order.
         """
         raise NotImplementedError(f"{type(self).__name__} must define expected(self, steps, world_size)")
 
     def announce(self, joinables: Sequence[Any]) -> None:
-        """Announce a step of a component that does not announce itself. Called before each step."""
+        """Notify ``Join`` of the next step, if the component does not do so itself. Called before each step."""
 
-    # -- the promises
+    # -- the tests
 
     def test_even_inputs(self) -> None:
-        """With the same number of batches on every rank, all ranks have the results of a single process."""
+        """With the same number of batches on every rank, all ranks compute the same results as a single process."""
         self._right("even")
 
     def test_uneven_inputs(self) -> None:
-        """If ranks run out of data in any order, or have none, all ranks have the results of a single process."""
+        """If ranks run out of data in any order, or have none, the results on all ranks equal a single process's."""
         self._right("uneven", "first has none", "last has none")
 
     def test_join_after_join(self) -> None:
@@ -109,7 +109,7 @@ class JoinableContract(Contract):
                         self._broken(name, f"rank {rank} and rank 0 differ after join {stage + 1}: {apart}")
 
     def test_every_mode(self) -> None:
-        """With planned lengths, mode=counted, and join.iterate with empty batches, the results are correct."""
+        """The results are correct with planned lengths, with mode=counted, and with empty batches of join.iterate."""
         self._needs_announcing()
         self._right("planned", "counted", *([] if self._has_own_loop else ["iterate"]))
 
@@ -125,13 +125,13 @@ class JoinableContract(Contract):
                     self._broken(name, f"{had}, so at most {right} are allowed")
 
     def test_torchs_join(self) -> None:
-        """In torch's Join, and if other ranks use stagereg's with mode=torch, the results are correct."""
+        """Results are correct in torch's Join, also if some ranks use stagereg's Join with mode=torch instead."""
         if not self.torch_join:
             self.skipped("torch_join = False: it works in stagereg's Join only")
         self._right("torch's", "mixed", "mixed the other way")
 
     def test_failing_rank(self) -> None:
-        """If a rank fails, every other rank, even without data, soon raises an error that names the failed rank."""
+        """If a rank fails, every other rank soon raises an error that names it, even a rank that has no data left."""
         for name in ("fails", "fails while others have left"):
             for rank, seen in enumerate(self._seen(name)):
                 if not seen.error:
@@ -140,9 +140,9 @@ class JoinableContract(Contract):
                     self._broken(name, f"rank {rank} raised {seen.error}, not the error of rank 0")
 
     def test_throw(self) -> None:
-        """With throw, all ranks stop with unchanged state before the first step that not all ranks have data for.
+        """With throw=True, all ranks stop before the first step for which a rank lacks data, with unchanged state.
 
-        A planned join stops before its first step. Even inputs raise no error.
+        A planned join stops before its first step. If all ranks have the same number of batches, none raises an error.
         """
         self._right("throws not")
         names = ("throws", "throws in mode counted", "throws in mode planned", "throws in mode torch")
@@ -150,11 +150,11 @@ class JoinableContract(Contract):
             self._throws(name)
 
     def test_training_without_a_join(self) -> None:
-        """Training before and after a join, and in one with enable=False, has correct results."""
+        """Training has correct results before and after a join, and in a join with enable=False."""
         self._right("side effects", "disabled")
 
     def test_leaves_no_trace(self) -> None:
-        """A join restores the joinable, the objects it watched and the warning filters, on every exit path."""
+        """A join restores the joinable, all objects it watched, and Python's warning filters, also after an error."""
         for name in ("side effects", "side effects of stopped", "side effects of thrown", "disabled"):
             for rank, seen in enumerate(self._seen(name)):
                 if seen.kind not in ("", "injected", "uneven"):
@@ -211,14 +211,17 @@ class JoinableContract(Contract):
         self.broken(f"{seen} ({self._plan()[name]})")
 
     def _seen(self, name: str) -> list[Observation]:
-        """Return the observations of a scenario that must finish on all ranks."""
+        """Return each rank's observations of a training run that must finish on all ranks."""
         result = self._result(name)
         if None in result.seen:
             self._broken(name, f"rank {result.seen.index(None)} did not finish: {result.failure}")
         return [seen for seen in result.seen if seen is not None]
 
     def _ended(self, name: str) -> list[Observation]:
-        """Return the observations of a scenario that must not raise; a rank's own error comes before peer errors."""
+        """Return each rank's observations of a training run that must not raise.
+
+        If ranks raised, report the original error, not the errors it caused on other ranks.
+        """
         failed = {rank: seen for rank, seen in enumerate(self._result(name).seen) if seen and seen.error}
         own = {rank: seen for rank, seen in failed.items() if seen.kind != "peer"}
         ended = self._seen(name) if not own else []
@@ -265,36 +268,36 @@ class JoinableContract(Contract):
 
 
 class MinimalJoinable(BuiltInJoinable):
-    """A minimal joinable for a hook under test; it announces steps and runs no collectives itself."""
+    """A minimal joinable for a hook under test. It notifies ``Join`` before each step, and runs no collectives."""
 
 
 class JoinHookContract(JoinableContract):
-    """The promises of a join hook: like :class:`JoinableContract`, with :meth:`hook` instead of ``joinables``.
+    """Tests of a join hook. Inherit as from :class:`JoinableContract`, but override :meth:`hook`, not ``joinables``.
 
-    The hook runs in a minimal joinable, which announces each step. So :meth:`step` contains only the work of the active
-    ranks, including collectives, and the hook's ``main_hook`` must match it. For a hook that needs more of its
-    joinable, override :meth:`joinables`, too.
+    The hook runs in a minimal joinable, which notifies ``Join`` before each step. So :meth:`step` contains only the
+    work of a rank with data, with its collectives; the hook's ``main_hook`` must run the same collectives. If the hook
+    needs a specific joinable, override :meth:`joinables`, too.
     """
 
     def hook(self, subject: Any) -> Any:
-        """Return a new hook for one join."""
+        """Return a new instance of the hook under test, for one join."""
         raise NotImplementedError(f"{type(self).__name__} must define hook(self, subject)")
 
     def joinables(self, subject: Any) -> Sequence[Any]:
-        """Return a minimal joinable around :meth:`hook`."""
+        """Return a minimal joinable that runs the result of :meth:`hook`."""
         joinable = MinimalJoinable()
         joinable.own_hook = lambda joinable: self.hook(subject)
         return [joinable]
 
     def announce(self, joinables: Sequence[Any]) -> None:
-        """Announce this rank, if the joinable is the minimal one."""
+        """Notify ``Join`` that this rank has data for the next step, if the joinable is the minimal joinable."""
         for each in joinables:
             if isinstance(each, MinimalJoinable):
                 notify(each)
 
 
 def _apart(found: Any, right: Any, tolerance: float) -> str:
-    """Return where and how two states differ by more than ``tolerance``, relative above 1; empty if they do not."""
+    """Return where and how two states differ, or an empty string. ``tolerance``: relative and absolute tolerance."""
     exact = tolerance == 0.0
     found, right = _as_tensors(found), _as_tensors(right)
     try:
@@ -305,7 +308,7 @@ def _apart(found: Any, right: Any, tolerance: float) -> str:
 
 
 def _as_tensors(state: Any) -> Any:
-    """Return the state with a tensor for every number and list of numbers; Python's numbers become float64."""
+    """Convert every number and list of numbers in a state to a tensor. Python numbers become float64."""
     if isinstance(state, Mapping):
         return {key: _as_tensors(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and not all(isinstance(each, (int, float)) for each in state):

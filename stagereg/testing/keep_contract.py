@@ -1,7 +1,7 @@
-"""The contract of a retention rule (a component of the kind ``keep``), as tests to inherit.
+"""The contract of a retention rule (a component of the kind ``keep``): a class of tests to inherit.
 
-Each test passes the checkpoints of a simulated run to the rule after each commit, like ``Checkpointer``. The rule
-returns the retained checkpoints; the checkpointer deletes the others.
+Each test simulates a run. After each commit, the test passes all checkpoints to the rule, as ``Checkpointer`` does. The
+rule returns the checkpoints to retain; in a real run, the checkpointer then deletes the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RUNS = {
     "a run that was rolled back": [10, 20, 30, 40, 20, 30, 25, 1000, 1001],
     "a run that saved one step several times": [7, 7, 7, 8, 8],
 }
-"""Steps in the order of their commits."""
+"""Simulated runs: the steps of the checkpoints, in commit order."""
 _MANY = 500  # checkpoints in one directory
 _ODD: tuple[dict[str, float], ...] = (
     {},
@@ -36,26 +36,26 @@ _ODD: tuple[dict[str, float], ...] = (
 
 
 class KeepContract(Contract):
-    """The promises of a retention rule. Inherit this class, and override :meth:`make`.
+    """Tests of a retention rule. Inherit this class, and override :meth:`make`.
 
-    Define the subclass at the top of a module, so that ranks can import it.
+    Define the subclass at module level, so that the ranks of a test can import it.
     """
 
     def make(self) -> KeepRule:
-        """Return a new rule. Called at least once per promise."""
+        """Return a new retention rule. Called at least once per test."""
         raise NotImplementedError(f"{type(self).__name__} must define make(self)")
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics that a simulated run logged for a step. Override it if the rule needs a metric."""
+        """Return the metrics of a simulated run at a step. Override this method if the rule requires a metric."""
         return {"loss": 1.0 + abs(math.sin(step))}
 
     def test_newest_is_retained(self) -> None:
-        """The rule retains the newest checkpoint. A rule that retains none counts as failed, and nothing is deleted."""
+        """The rule retains the newest checkpoint. (If a rule retains none, the checkpointer deletes nothing.)"""
         for what, steps in _RUNS.items():
             list(self._play(what, steps))
 
     def test_paths_and_reasons(self) -> None:
-        """The rule returns only paths of the given checkpoints, each with a reason in one line of text."""
+        """The rule returns a mapping from paths of given checkpoints to reasons, each reason in one line of text."""
         for what, steps in _RUNS.items():
             for shown, answer in self._play(what, steps):
                 paths = {each.path for each in shown}
@@ -66,21 +66,21 @@ class KeepContract(Contract):
                         self.broken(f"{what}: its reason for {path} must be a line of text, got {why!r}")
 
     def test_none_and_one(self) -> None:
-        """The rule returns an empty mapping for no checkpoints, and retains a single checkpoint, whatever its step."""
+        """The rule returns an empty mapping for an empty list, and retains a single checkpoint of any step."""
         if answer := self._ask(self.make(), []):
             self.broken(f"for no checkpoints it returned {answer!r:.200}")
         for step in (0, 1, 7, 1000):
             list(self._play("a single checkpoint", [step]))
 
     def test_any_metrics(self) -> None:
-        """A checkpoint may have no metrics or other metrics, and metrics may be NaN or infinite."""
+        """The rule accepts checkpoints with missing, unknown, NaN or infinite metrics."""
         made = self._checkpoints("/runs", range(len(_ODD)))
         odd = [replace(one, manifest=replace(one.manifest, metrics=more)) for one, more in zip(made, _ODD, strict=True)]
         for newest in range(len(odd)):
             self._retained("with odd metrics", self.make(), odd[newest:])
 
     def test_same_answer_again(self) -> None:
-        """The rule decides the same for the same checkpoints: again, as a new rule, or with reordered metrics."""
+        """For the same checkpoints, a second call, a new rule and reordered metrics give the same decision."""
         for what, steps in _RUNS.items():
             rule = self.make()
             for shown, answer in self._play(what, steps, rule):
@@ -93,7 +93,7 @@ class KeepContract(Contract):
                         self.broken(f"{what}: {how}, it decides differently about {differs[0]}")
 
     def test_leaves_all_as_it_is(self) -> None:
-        """The rule does not change the given list, the given metrics or any file; the checkpointer deletes files."""
+        """The rule changes neither its arguments nor any file, because the checkpointer deletes the checkpoints."""
         with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
             made = self._checkpoints(folder, range(9))
             for each in made:
@@ -108,15 +108,15 @@ class KeepContract(Contract):
                 self.broken(f"it deleted {gone[0]}")
 
     def test_paths_are_only_names(self) -> None:
-        """Checkpoints may be in an object store, with URLs as paths; the rule does not open them."""
+        """The rule does not open the paths of checkpoints, which are URLs if the checkpoints are in an object store."""
         self._retained("in an object store", self.make(), self._checkpoints("s3://bucket/runs", range(0, 50, 10)))
 
     def test_many_checkpoints(self) -> None:
-        """The rule returns quickly, even for hundreds of checkpoints, because the saver thread waits for it."""
+        """The rule returns quickly, even for hundreds of checkpoints, because the saver thread waits for the result."""
         self._retained(f"with {_MANY} checkpoints", self.make(), self._checkpoints("/runs", range(_MANY)))
 
     def test_rank_0_alone(self) -> None:
-        """The rule is constructed on all ranks but called only on rank 0, so it does not use the process group."""
+        """The rule does not use the process group: all ranks construct the rule, but only rank 0 calls it."""
         self.on_rank_0("_call_on_rank_0")
 
     def _call_on_rank_0(self, rank: int) -> None:
@@ -127,7 +127,7 @@ class KeepContract(Contract):
     def _play(
         self, what: str, steps: Sequence[int], rule: KeepRule | None = None
     ) -> Iterator[tuple[list[Checkpoint], dict[str, str]]]:
-        """Yield, after each commit of a run, the checkpoints passed to a rule, and its answer."""
+        """After each commit of a simulated run, yield the checkpoints passed to the rule, and the rule's result."""
         rule = rule or self.make()
         there: list[Checkpoint] = []
         for made in reversed(self._checkpoints("/runs", steps)):
@@ -137,7 +137,7 @@ class KeepContract(Contract):
             there = [each for each in there if each.path in answer]
 
     def _retained(self, what: str, rule: KeepRule, shown: list[Checkpoint]) -> dict[str, str]:
-        """Return the answer of a rule, and check that it contains the newest checkpoint."""
+        """Return the rule's result for the checkpoints, after a check that it contains the newest one."""
         answer = self._ask(rule, shown)
         if shown[0].path not in answer:
             of = f"{len(shown)} checkpoints" if len(shown) > 1 else "one checkpoint"
@@ -152,7 +152,7 @@ class KeepContract(Contract):
         return dict(answer)
 
     def _checkpoints(self, folder: str, steps: Sequence[int]) -> list[Checkpoint]:
-        """Return checkpoints of a run, the newest first; a step that is saved again gets another name."""
+        """Return checkpoints for the given steps, newest first. Repeated steps get different directory names."""
         made: list[Checkpoint] = []
         for serial, step in enumerate(steps, 1):
             token = f".{serial:012x}" if step in steps[: serial - 1] else ""

@@ -1,6 +1,6 @@
-"""The contract of an ``on_commit`` component, as tests to inherit: the promises of ``extensions.callbacks.on_commit``.
+"""The contract of an ``on_commit`` component (see ``extensions.callbacks.on_commit``): a class of tests to inherit.
 
-Like in a ``Checkpointer``, the component gets real checkpoints on another thread and with a time limit: three
+The tests call the component as a ``Checkpointer`` does, on another thread and with a time limit, with three real
 checkpoints of a small model. Override ``verify`` to check effects outside this machine.
 """
 
@@ -24,32 +24,32 @@ from stagereg.testing.contract import Contract
 
 
 class OnCommitContract(Contract):
-    """The promises of an ``on_commit`` component. Inherit this class, and override :meth:`make`.
+    """Tests of an ``on_commit`` component. Inherit this class, and override :meth:`make`.
 
-    Define the subclass at the top of a module, so that ranks can import it.
+    Define the subclass at module level, so that the ranks of a test can import it.
     """
 
-    folder: Path  # an empty folder for the component's files; deleted after each promise
+    folder: Path  # folder for the component's files, empty at the start of each test and deleted at the end
 
     def make(self) -> OnCommit:
-        """Return a new component. Called at least once per promise, with the same ``folder``."""
+        """Return a new component. Called at least once per test; ``folder`` stays the same during a test."""
         raise NotImplementedError(f"{type(self).__name__} must define make(self)")
 
     def state(self) -> dict[str, Any]:
-        """Return the content of the checkpoints; default: a small ``model`` and its ``optimizer``."""
+        """Return the state to save in the checkpoints. Default: a small ``model`` and its ``optimizer``."""
         model = torch.nn.Linear(4, 2)
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
     def verify(self, component: OnCommit, checkpoint: CommittedCheckpoint) -> None:
-        """Call :meth:`broken` if the component did not do its job with a checkpoint. Default: no check."""
+        """Check that the component processed a checkpoint; call :meth:`broken` otherwise. Default: no check."""
 
     def test_each_checkpoint_in_turn(self) -> None:
-        """The component handles each checkpoint, one after the other, on a thread other than the main thread."""
+        """The component processes checkpoints one after the other, on a thread other than the main thread."""
         with self._committed() as checkpoints:
             self._call(self.make(), *checkpoints)
 
     def test_checkpoint_stays_as_it_is(self) -> None:
-        """The component does not delete or change a checkpoint, or write into its directory."""
+        """The component does not delete or change a checkpoint, or write into the checkpoint's directory."""
         with self._committed() as checkpoints:
             root = Path(checkpoints[0].path).parent
             before = _contents(root)
@@ -59,20 +59,20 @@ class OnCommitContract(Contract):
                 self.broken(f"it has changed, created or deleted {', '.join(changed[:4])}")
 
     def test_same_checkpoint_again(self) -> None:
-        """A checkpoint that the component has already handled is not an error, in the same run or in the next one."""
+        """The component accepts a checkpoint that it already processed, in the same run or in a previous run."""
         with self._committed() as (first, *_):
             self._call(self.make(), first, first)
             self._call(self.make(), first)
 
     def test_any_metrics(self) -> None:
-        """A checkpoint may have no metrics, and metrics may be NaN or infinite."""
+        """The component accepts checkpoints without metrics, and with NaN or infinite metrics."""
         with self._committed() as checkpoints:
             odd = {"loss": math.nan, "ratio": math.inf, "a/b": -math.inf}
             given = [replace(each, metrics=more) for each, more in zip(checkpoints, ({}, odd), strict=False)]
             self._call(self.make(), *given)
 
     def test_url(self) -> None:
-        """A checkpoint in an object store, whose path is a URL, is accepted, or refused with a StageregError."""
+        """The component accepts a checkpoint in an object store, whose path is a URL, or raises a StageregError."""
         with self._committed("memory://") as checkpoints:
             try:
                 self._call(self.make(), *checkpoints)
@@ -83,7 +83,7 @@ class OnCommitContract(Contract):
                     self.broken(f"its refusal does not name the URL: {refusal}")
 
     def test_rank_0_alone(self) -> None:
-        """The component is constructed on all ranks but called only on rank 0, so it does not use the process group."""
+        """The component does not use the process group: all ranks construct the component, but only rank 0 calls it."""
         with self._committed() as (first, *_):
             self.on_rank_0("_call_on_rank_0", self.folder, first)
 
@@ -113,6 +113,6 @@ class OnCommitContract(Contract):
 
 
 def _contents(root: Path) -> dict[str, bytes]:
-    """Return the content of each file of the checkpoints, and their directories."""
+    """Map each relative path in the checkpoint directory to the bytes of the file; a directory maps to ``b""``."""
     found = {each.relative_to(root).as_posix(): each for each in root.rglob("*") if each.name != ".lock"}
     return {name: each.read_bytes() if each.is_file() else b"" for name, each in found.items()}

@@ -1,7 +1,7 @@
 """Runs a function on several local ranks with a time limit, and reports ranks that failed, died or hung.
 
-The ranks are forked from a server process (the standard library's forkserver) that has imported torch and the project's
-components and has never run a thread, autograd or a collective. ``faulthandler`` dumps the Python stack of a hung rank.
+The ranks are forked from a server process (the forkserver of ``multiprocessing``). The server has imported torch and
+stagereg, but never runs a thread, autograd or a collective. ``faulthandler`` dumps the Python stacks of a hung rank.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _PRELOAD = [
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _ON_THIS_MACHINE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 _PG_EXTRA_S = 60.0
-"""Seconds by which the process group's timeout exceeds the harness's, so that the harness reports a hang first."""
+"""Seconds added to the timeout of the process group, so that ``run_ranks`` reports a hang before torch does."""
 _LINGER_S = 2.0
-"""Seconds for other ranks to report their errors after a failure, and for hung ranks to dump their stacks."""
+"""Seconds to wait after a failure for the errors of other ranks, and after a hang for the stacks."""
 before_wait: Callable[[float], object] = lambda seconds: None  # noqa: E731
-"""Called with the time limit in seconds before each wait of a contract; ``stagereg check`` sums the limits."""
+"""Called before each wait of a test, with its time limit in seconds. ``stagereg check`` sums these limits."""
 
 
 class RankFailure(StageregError, RuntimeError):
-    """At least one rank of :func:`run_ranks` raised, died or hung; all ranks have ended.
+    """At least one rank of :func:`run_ranks` raised, died or hung. All rank processes have terminated.
 
     Attributes:
-        failed: rank -> traceback of its error, or how its process died; the first failed rank comes first.
-        hung: rank -> Python stacks of all its threads at the timeout.
-        returned: rank -> result of the function, for ranks that finished.
+        failed: maps each failed rank, in order of failure, to its traceback or to a description of how it died.
+        hung: maps each hung rank to the Python stacks of all its threads at the timeout.
+        returned: maps each rank that finished to the result of the function.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ def run_ranks(
 
     Each process has an initialized process group of size ``nproc``, one compute thread, the caller's working directory,
     ``sys.path`` and environment, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` as set by ``torchrun``. No rank exits
-    before all have returned or raised. The output of ranks appears on the caller's ``sys.stdout`` when all have exited,
-    each line with its rank. ``atexit`` handlers do not run in the ranks.
+    before ``fn`` has returned or raised on all ranks. After all ranks have exited, their output is printed to the
+    caller's ``sys.stdout``, each line prefixed with the rank. ``atexit`` handlers do not run in the ranks.
 
     Args:
-        fn: a function at the top of a module; it may be a test module, with any import mode of pytest.
+        fn: a function defined at module level. The module may be a test module, with any import mode of pytest.
         nproc: number of ranks.
-        args: picklable positional arguments after rank and world size; each rank gets its own copy.
-        kwargs: picklable keyword arguments; each rank gets its own copy.
-        timeout_s: seconds after which running ranks count as hung; they are reported and terminated.
+        args: picklable positional arguments, passed after rank and world size. Each rank gets a separate copy.
+        kwargs: picklable keyword arguments. Each rank gets a separate copy.
+        timeout_s: seconds after which ranks that still run count as hung, and are terminated.
         backend: as in ``torch.distributed.init_process_group``.
-        env: additional environment variables of the ranks; set after torch was imported.
+        env: additional environment variables for the ranks, set after torch was imported.
 
     Returns:
-        The results of ``fn``, in rank order. Results must be picklable; tensors are.
+        The results of ``fn``, in rank order. A result must be picklable; tensors are picklable.
 
     Raises:
         RankFailure: a rank raised, died or hung.
-        ValueError: ``fn`` is not a function at the top of a module, or an argument cannot be pickled.
+        ValueError: ``fn`` is not defined at module level, or an argument cannot be pickled.
     """
     before_wait(timeout_s)
     shipment = pack(fn, tuple(args), dict(kwargs or {}))
@@ -111,7 +111,7 @@ def run_ranks(
                 own = {**sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 variables = {**os.environ, **_ONE_THREAD, **_ON_THIS_MACHINE, **own, **(env or {})}
                 ranks.append(_start(Assignment(rank, nproc, Path(folder), shipment, variables, backend, port, limit_s)))
-            # The limit applies from here, because the server may import torch before it forks the first rank.
+            # The time limit starts here, because the server may first need to import torch before it can fork.
             hung = _wait(ranks, time.monotonic() + timeout_s)
         finally:
             for each in ranks:
@@ -119,12 +119,12 @@ def run_ranks(
             for each in ranks:
                 for line in each.lines("output"):
                     print(f"[rank {each.job.rank}] {line}")
-            del store  # otherwise the traceback of a failure would keep the store
+            del store  # The traceback of a RankFailure refers to this frame, and would keep the store alive.
         return _results(ranks, hung, timeout_s)
 
 
 def _open_store() -> Any:
-    """Return a TCPStore on a free loopback port, served by this process, so that no rank's exit stops it."""
+    """Start a TCPStore on a free loopback port, served by this process, so that it survives the exit of a rank."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with listen("127.0.0.1") as opened:
@@ -145,7 +145,7 @@ class _Rank:
         self.was_ended = self.was_ended or self.process.is_alive()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        # A rank that has not created its process group yet is not in that group.
+        # Kill the process itself, too: a new rank may not have created its Unix process group yet.
         self.process.kill()
         self.process.join(_LINGER_S)
 
@@ -154,12 +154,15 @@ class _Rank:
         return file.read_text(errors="replace").splitlines() if file.exists() else []
 
     def when_failed(self) -> float:
-        """Return a sort key that puts causes first: the time of the error, or 0 for a rank that died without one."""
+        """Return the time of the rank's error, or 0 if it died without an error: a sort key that puts causes first."""
         error = self.job.file("error")
         return error.stat().st_mtime if error.exists() else 0.0
 
     def failure(self) -> str:
-        """Return why this rank has no result: its traceback, or how it died; empty if it has one or was terminated."""
+        """Return the traceback of this rank's error, or a description of how the rank died.
+
+        Return an empty string if the rank has a result, is still running, or was terminated by this module.
+        """
         if error := self.lines("error"):
             return "\n".join(error)
         if self.was_ended or self.process.is_alive() or self.job.file("result").exists():
@@ -178,36 +181,36 @@ def _start(job: Assignment) -> _Rank:
 
 
 def start_server() -> None:
-    """Start the server process from which ranks are forked, unless it runs already."""
-    # Only code that test modules import anyway is preloaded: test runners, and components of stagereg. A rank imports
-    # code of other packages when it needs it.
+    """Start the server process that forks ranks, unless the server is already running."""
+    # The server preloads only modules that tests import in any case: torch, the test runner, and components of
+    # stagereg. A rank imports other packages when it needs them.
     runners = {"pytest", "hypothesis"} & sys.modules.keys()
     own = sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
     get_context("forkserver").set_forkserver_preload([*_PRELOAD, *own, *sorted(runners)])
-    # The server imports the same modules as this process, whatever its working directory contains.
+    # Let the server import the same modules as this process, regardless of the server's working directory.
     here = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
     with mock.patch.dict(os.environ, {**_ONE_THREAD, **here}):
         forkserver.ensure_running()
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
-    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung."""
+    """Wait until all ranks have exited, a rank has failed, or the deadline has passed. Return the ranks that hung."""
     failed = False
     while running := [each for each in ranks if each.process.is_alive()]:
         if not failed and any(each.failure() for each in ranks):
             failed, deadline = True, min(deadline, time.monotonic() + _LINGER_S)
         left_s = deadline - time.monotonic()
-        # After a failure, ranks that have results only wait for the failed rank.
+        # After a failure, a rank that has a result is not hung: it only waits for the failed rank.
         if left_s <= 0 or (failed and all(each.job.file("result").exists() for each in running)):
             break
         connection.wait([each.process.sentinel for each in running], min(left_s, 0.05) if failed else left_s)
     if failed:
         return []
-    # A rank with a result only waits for the others, unless all have results: then it hangs at exit.
+    # A rank with a result is only waiting for other ranks. If all running ranks have results, they hang during exit.
     hung = [each for each in running if not each.job.file("result").exists()] or running
     for each in hung:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(each.pid, signal.SIGUSR2)  # the handler dumps the stacks, and terminates the rank
+            os.kill(each.pid, signal.SIGUSR2)  # The handler dumps the Python stacks, and terminates the rank.
     patience = time.monotonic() + _LINGER_S
     for each in hung:
         each.process.join(max(0.0, patience - time.monotonic()))

@@ -1,7 +1,7 @@
-"""Runs a training loop in a join on several ranks, and records observations for the contracts of joins.
+"""Runs training loops in a join on several ranks, and records results and side effects for the contracts of joins.
 
-Each scenario of a contract runs once, in separate processes. To find side effects of a join, all objects reachable from
-the joinables are compared before and after: their attributes and hooks, and the values of simple attributes.
+A scenario is one such loop with its settings. A contract runs each scenario once, in separate processes. To find side
+effects of a join, the attributes and hooks of all objects reachable from the joinables are compared before and after.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from stagereg.testing.ranks import RankFailure, run_ranks
 
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not have."""
-_STARTING_S = 5.0  # seconds from the start of the ranks to the loop
-_HURRIED_S = 6.0  # minimum seconds for a loop after another loop of the contract has hung
+_STARTING_S = 5.0  # seconds that ranks may need before the training loop starts
+_HURRIED_S = 6.0  # minimum time limit in seconds, after an earlier loop of the contract hung
 _DEPTH = 4
 _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
-_SETS_ITSELF = {"_authoritative_rank"}  # attributes that torch sets on a module before each use
+_SETS_ITSELF = {"_authoritative_rank"}  # attributes that torch itself sets on a joined module, so not side effects
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The settings of a training loop in one or more joins."""
+    """The settings of a training loop with one or more joins."""
 
-    lengths: tuple[tuple[int, ...], ...]  # for each consecutive join, the number of batches per rank
-    torchs: tuple[bool, bool] = (False, False)  # whether torch's Join runs on even and on odd ranks
-    mode: str | None = "own"  # mode of stagereg's Join; "own": from the contract's options
-    iterates: bool = False  # loop over join.iterate, and skip empty batches
+    lengths: tuple[tuple[int, ...], ...]  # for each consecutive join, the number of batches of each rank
+    torchs: tuple[bool, bool] = (False, False)  # whether even ranks and odd ranks use torch's Join
+    mode: str | None = "own"  # mode of stagereg's Join; "own" uses the mode in the contract's options
+    iterates: bool = False  # whether to loop over join.iterate and skip empty batches
     enable: bool = True
     throw: bool = False
-    before: int = 0  # steps before the join; side effects that the last of these steps has, too, are ignored
-    after: int = 0  # steps after the join
-    failing: int = 0  # number of ranks, from rank 0 on, that raise after their first step
+    before: int = 0  # number of steps before the join; side effects of the last step are not blamed on the join
+    after: int = 0  # number of steps after the join
+    failing: int = 0  # the first N ranks raise an error after their first step
 
     def __str__(self) -> str:
         counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
@@ -65,38 +65,41 @@ class Scenario:
 
 @dataclass
 class Observation:
-    """The results and side effects on one rank."""
+    """The results and side effects of a scenario on one rank."""
 
-    states: list[Any] = field(default_factory=list)  # after each join, and after the steps that follow
-    done: list[int] = field(default_factory=list)  # steps completed within each join
-    error: str = ""  # the error, and its position
+    states: list[Any] = field(default_factory=list)  # the state after each join, and after the steps after all joins
+    done: list[int] = field(default_factory=list)  # for each join, the number of completed steps
+    error: str = ""  # the error and its source line; empty if the rank raised no error
     kind: str = ""  # kind of the error: "injected" on purpose, "uneven" inputs, a "peer" that failed, or "other"
-    traces: list[str] = field(default_factory=list)  # side effects, one text each
-    sent: list[int] = field(default_factory=list)  # collectives per step in the last join
+    traces: list[str] = field(default_factory=list)  # descriptions of the side effects
+    sent: list[int] = field(default_factory=list)  # for each step in the last join, the number of collectives
 
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """The observations of each rank, ``None`` for a rank that did not finish, and the failure, if any."""
+    """The observations of all ranks in one scenario."""
 
-    seen: tuple[Observation | None, ...]
-    failure: str = ""
+    seen: tuple[Observation | None, ...]  # in rank order; None for a rank that did not finish
+    failure: str = ""  # why ranks did not finish
 
 
 class InjectedError(Exception):
-    """The error that a scenario injects."""
+    """The error that a scenario raises on purpose, to simulate a failing rank."""
 
 
 _KINDS = {InjectedError: "injected", UnevenInputsError: "uneven", PeerFailedError: "peer"}
 
 
 def batch(rank: int, join: int, step: int) -> float:
-    """Return the value that represents a batch; it differs between ranks in every step."""
+    """Return the number that serves as a batch. In each step, the number differs between ranks."""
     return 1.0 + ((7 * rank + 3 * step + 5 * join) % 16) / 8
 
 
 def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float]]:
-    """Return the values of the active ranks, step by step, up to the end of a stage: a join, or the steps after it."""
+    """Return, for each step, the batches of the ranks that have data, from the start of training to a stage's end.
+
+    ``stage``: the index of a join; the number of joins means the steps after the last join.
+    """
     steps = [[batch(rank, -1, step) for rank in range(world_size)] for step in range(scenario.before)]
     for join, lengths in enumerate(scenario.lengths[: stage + 1]):
         for step in range(max(lengths)):
@@ -109,11 +112,11 @@ def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float
 # -- running scenarios
 
 _played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakref.WeakKeyDictionary()
-_hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts with a hung scenario
+_hung: weakref.WeakSet[type] = weakref.WeakSet()  # contracts of which at least one scenario hung
 
 
 def played(contract: Any, scenario: Scenario) -> ScenarioResult:
-    """Return the result of a scenario; run the scenario if this contract has not run it yet."""
+    """Return the result of a scenario. The first call for a contract and scenario runs it; later calls reuse it."""
     known = _played.setdefault(contract, {})
     if scenario not in known:
         known[scenario] = _run(contract, scenario, _limit_s(contract))
@@ -128,12 +131,12 @@ def _run(contract: Any, scenario: Scenario, limit_s: float) -> ScenarioResult:
     except RankFailure as error:
         return ScenarioResult(tuple(map(error.returned.get, range(contract.world_size))), _in_short(error))
     finally:
-        if time.monotonic() - began > limit_s / 2:  # for example because stagereg's Join timed out
+        if time.monotonic() - began > limit_s / 2:  # The time limit of stagereg's Join is half of limit_s.
             _hung.add(contract)
 
 
 def _limit_s(contract: Any) -> float:
-    """Return the time limit of a scenario in seconds; after a hang only a third, because others may hang, too."""
+    """Return the time limit of a scenario in seconds. After a hang it is a third, because more scenarios may hang."""
     limit_s: float = contract.timeout_s
     return min(limit_s, max(limit_s / 3, _HURRIED_S)) if contract in _hung else limit_s
 
@@ -235,7 +238,7 @@ class _Play:
 
     def _join(self, length: int) -> Any:
         what = self._what
-        options = {**self._contract.options, "colour": "red"}  # simulates an option of another joinable
+        options = {**self._contract.options, "colour": "red"}  # an option that only another joinable would understand
         if what.torchs[self._rank % 2]:
             theirs = {key: value for key, value in options.items() if key not in _OURS_ALONE}
             return TorchJoin(self._joinables, what.enable, what.throw, **theirs)
@@ -259,7 +262,7 @@ class _Play:
 
 
 def _begun_collectives() -> int:
-    """Return how many collectives this process has started, in all process groups and their control channels."""
+    """Return the number of collectives that this process has started, in all process groups and control channels."""
     groups = list(_world.pg_map)
     begun = 0
     for each in [*groups, *(backend for group in groups for backend in resources_of(group).backends())]:
@@ -272,17 +275,20 @@ def _begun_collectives() -> int:
 
 
 def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the properties of named objects, by their path, as values that can be compared with ``==``."""
+    """Record the attributes and hooks of all objects reachable from ``roots``, for a later call of :func:`changed`.
+
+    Return a dict from the path of each property to a value that supports ``==``.
+    """
     found: dict[str, Any] = {"Python's warning filters": list(warnings.filters)}
-    known: dict[int, Any] = {}  # keeps objects alive, so that ids remain unique
+    known: dict[int, Any] = {}  # visited objects by id; the references keep ids unique
     for name, thing in roots:
         _visit(name, thing, _DEPTH, found, known)
     return found
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description of each changed property, by its path."""
-    # Objects found only before or only after were created or dropped: the changed reference to them is listed instead.
+    """Compare two results of :func:`side_effects`. Return a dict from the path of each change to its description."""
+    # Skip new and deleted objects: the attribute that refers to them has changed, and is listed.
     differ = [(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was]
     return {place: f"{place}: {_text(was, now)}" for place, was, now in differ}
 
@@ -310,7 +316,7 @@ def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict
             _visit(f"{name}[{key!r}]", each, depth - 1, found, known)
     elif isinstance(thing, types.MethodType):
         _visit(name, thing.__self__, depth, found, known)
-    # Objects of torch and Python lead to unrelated objects.
+    # Do not follow other objects of torch and Python, because they refer to unrelated objects.
     elif hasattr(thing, "__dict__") and type(thing).__module__.partition(".")[0] not in ("torch", "builtins"):
         found |= _own(name, thing)
         for attribute, value in vars(thing).items():
@@ -321,7 +327,7 @@ def _visit(name: str, thing: Any, depth: int, found: dict[str, Any], known: dict
 
 
 def _own(name: str, thing: Any) -> dict[str, Any]:
-    """Return an object's own attributes, the number of hooks by attribute, and whether the object is in a join."""
+    """Return the names of an object's attributes, its number of hooks of each kind, and whether it is in a join."""
     own = vars(thing)
     kept = {key: value for key, value in own.items() if key.endswith("hooks") and isinstance(value, (Mapping, list))}
     config = own.get("_join_config")

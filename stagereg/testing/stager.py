@@ -1,7 +1,7 @@
-"""The contract of a stager, as tests to inherit: the promises of ``stagers.async_stager.AsyncStager``, one by one.
+"""The contract of a stager (see ``stagers.async_stager.AsyncStager``): a class of tests to inherit.
 
-The tests call a stager like torch's ``async_save``: they wait for a future; otherwise they call
-``synchronize_staging`` if ``should_synchronize_after_execute``. Every test has a time limit. Speed is not tested.
+The tests call a stager as torch's ``async_save`` does. If ``stage`` returns a future, they wait for its result;
+otherwise they call ``synchronize_staging`` if ``should_synchronize_after_execute`` is True. Each test has a time limit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from stagereg.stagers.guard import written_by
 from stagereg.testing.stager_fidelity import StagerFidelity
 from stagereg.testing.stager_trial import difference, on_a_rank
 
-_LARGE = 36 * 2**20  # bytes; glibc maps blocks above 32 MiB and unmaps them as soon as they are freed
+_LARGE = 36 * 2**20  # bytes; glibc returns blocks above 32 MiB to the system as soon as they are freed
 _Training: TypeAlias = tuple[torch.nn.Sequential, torch.optim.Optimizer, Callable[[], None]]
-_HELD = 12  # number of held copies; stagers retain memory for fewer copies
+_HELD = 12  # copies that a test keeps alive, more than any stager has buffers for
 
 
 @dataclass
@@ -42,7 +42,7 @@ class CustomValue:
 
 
 class StagerContract(StagerFidelity):
-    """Inherit this class and implement ``make``; each ``test_*`` then tests one promise of your stager.
+    """Inherit this class and implement ``make``. Each method ``test_*`` then tests one requirement for your stager.
 
     :class:`~stagereg.testing.stager_trial.StagerTrial` describes the members to override: ``make``, and for unusual
     stagers ``expected``, ``timeout_s`` and ``device``.
@@ -51,7 +51,7 @@ class StagerContract(StagerFidelity):
     # Interface and isolation
 
     def test_it_has_the_shape_of_a_stager(self) -> None:
-        """The stager has stage, synchronize_staging, close and should_synchronize_after_execute, as torch uses them."""
+        """The stager has every method and attribute that torch's async_save uses."""
         stager = self.opened()
         try:
             check("stager", type(stager).__name__, stager)
@@ -63,7 +63,7 @@ class StagerContract(StagerFidelity):
             )
 
     def test_later_writes_do_not_show(self) -> None:
-        """Writes to the source after staging do not change the copy, whatever the size of the tensor."""
+        """Writes to source tensors after staging do not change the copy, regardless of tensor size."""
         stager, state = self.opened(), self.sized()
         with self.kept(stager, state, "after in-place writes to the source"):
             self.fill(state, 1)
@@ -72,7 +72,7 @@ class StagerContract(StagerFidelity):
                 x.untyped_storage().fill_(1)
 
     def test_writes_that_no_version_counter_sees_are_staged(self) -> None:
-        """Writes that do not change torch's version counter (.data, numpy, collectives) are in the next copy."""
+        """The next copy contains writes that do not update torch's version counter (.data, numpy, collectives)."""
         stager, w = self.opened(), self.ones(100)
         storage: Any = w.untyped_storage()
         writes: dict[str, Callable[[], object]] = {
@@ -86,7 +86,7 @@ class StagerContract(StagerFidelity):
             self.faithful(stager, {"w": w}, f"staged after a write through {way}")
 
     def test_a_training_loop_is_staged_as_it_was(self) -> None:
-        """The copy of a model and its optimizer has their values at the time of staging, while training continues."""
+        """The copy of a model and its optimizer keeps the values from the time of staging while training continues."""
         stager = self.opened()
         model, optimizer, train = self._training(stager)
         for step in range(3):
@@ -96,21 +96,21 @@ class StagerContract(StagerFidelity):
                 train()
 
     def test_a_future_does_not_hold_up_training(self) -> None:
-        """A future has the state as of stage(), or fails, unless should_synchronize_after_execute is True."""
+        """A staging future never contains values of later training steps, unless should_synchronize_after_execute."""
         stager = self.opened()
         model, optimizer, train = self._training(stager, 2**18)
         train()
         ways: list[Callable[[], object]] = [optimizer.step, *[lambda: _write(optimizer)] * 2]
-        for way in ways:  # repeated, because the outcome depends on timing
+        for way in ways:  # Some writes are repeated, because the outcome depends on timing.
             train()
             state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
             noted, staged = self.noted(state), stager.stage(state)
             if not isinstance(staged, Future) or stager.should_synchronize_after_execute:
                 return
-            way()  # a Checkpointer does not wait before training continues
+            way()  # Do not wait for the future first: a Checkpointer does not wait either.
             try:
                 copied = staged.result()
-            except StagingError:  # allowed for writes that are not announced, unlike those of an optimizer
+            except StagingError:  # allowed, except for the writes of a watched optimizer
                 if way == optimizer.step:
                     raise
                 continue
@@ -134,7 +134,7 @@ class StagerContract(StagerFidelity):
         return model, optimizer, train
 
     def test_values_that_are_no_tensors_are_copied(self) -> None:
-        """Lists, dicts, sets, buffers and objects in the state dict are copied, not shared with the source."""
+        """Lists, dicts, sets, bytearrays and objects in the state dict are copied, not shared with the source."""
         settings, value = SimpleNamespace(steps=[1]), CustomValue([1])
         state: StateDict = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab")}
         state |= {"object": settings, "dataclass": value}
@@ -169,7 +169,7 @@ class StagerContract(StagerFidelity):
     # Copies in flight
 
     def test_held_copies_stay_as_they_are(self) -> None:
-        """However many copies, or slices of copies, are held: the next stage returns and does not overwrite them."""
+        """stage() does not overwrite or wait for earlier copies that are still referenced, or slices of copies."""
         stager, source, held = self.opened(), self.sized(), []
         for step in range(_HELD):
             held.append(self.settled(stager, self.fill(source, step)))
@@ -180,24 +180,24 @@ class StagerContract(StagerFidelity):
         gc.collect(1)
         later = [self.settled(stager, self.fill(source, step)) for step in range(3, 6)]
         for step, part in enumerate(parts):
-            wanted = _halves(self._all_expected(self.sized(step)))  # expected() gets whole tensors
+            wanted = _halves(self._all_expected(self.sized(step)))  # expected() accepts only whole tensors
             if wrong := difference(part, wanted, lambda tensor, path: tensor):
                 self._has_changed("a copy of which only slices were held", wrong)
         del later
 
     def test_copies_outlive_stagers(self) -> None:
-        """Neither another stager nor closing a stager changes a returned copy."""
+        """A returned copy does not change if another stager stages, or if its own stager is closed."""
         source = self.sized()
         copied = self.settled(self.opened(), source)
         self.settled(self.opened(), self.fill(source, 1))
         self.close()
         gc.collect(1)
-        fresh = [self.sized(2) for _ in range(4)]  # would reuse memory that was freed too early
+        fresh = [self.sized(2) for _ in range(4)]  # These tensors would overwrite memory that was freed too early.
         self.agree(copied, self.sized(), "after another stager was used, and both were closed")
         del fresh
 
     def test_released_copies_end_and_what_is_held_of_them_stays(self) -> None:
-        """If the stager has release(), a released copy is empty and not waited for; its held tensors do not change."""
+        """release(), if defined, empties a copy, does not block later calls, and does not change tensors in use."""
         stager, source, held = self.opened(), self.sized(), []
         if not isinstance(stager, ReleasesCopies):
             return
@@ -213,8 +213,8 @@ class StagerContract(StagerFidelity):
             self._unchanged(tensors, self.sized(step), what)
 
     def test_memory_is_given_back(self) -> None:
-        """Memory of dropped copies is freed or reused; after close() only memory of held copies remains."""
-        itemsize = self.expected(self.ones(1), "w").element_size()  # element size of the copy, whatever its dtype
+        """The stager frees or reuses the memory of copies without references, and frees all of it after close()."""
+        itemsize = self.expected(self.ones(1), "w").element_size()  # The stager may change the dtype.
         stager, source = self.opened(), {"w": self.ones(_LARGE // itemsize)}
 
         def stage_often() -> None:
@@ -233,7 +233,7 @@ class StagerContract(StagerFidelity):
     # Changes between calls
 
     def test_keys_shapes_and_dtypes_may_change(self) -> None:
-        """Keys, items, shapes and dtypes may change between calls, and nothing is cast or broadcast."""
+        """Keys, items, shapes and dtypes may change between calls. The stager does not cast or broadcast values."""
         x, y = self.ones(3), self.counted(3)
         keys: list[StateDict] = [{"a": x}, {"a": x, "b": y}, {"b": y, "a": x}, {"b": y}, {"b": [y, x]}, {"b": [y]}]
         keys += [{}, {"a": {"b": y}}, {"a": x}]
@@ -248,13 +248,13 @@ class StagerContract(StagerFidelity):
                 self.faithful(stager, state, "staged after another state dict")
 
     def test_a_tensor_may_get_other_memory(self) -> None:
-        """A tensor that was resized or got other memory (module.to, load_state_dict) is staged with its new content."""
+        """If a tensor was resized or moved to new memory (module.to, load_state_dict), its new content is staged."""
         stager, w = self.opened(), self.counted(4)
         for size in (4, 100, 2):
             w.resize_(size).fill_(size)
             self.faithful(stager, {"w": w}, f"after resize_({size})")
         w = self.counted(6)
-        before = w.detach()  # prevents reuse of the old memory
+        before = w.detach()  # keeps the old memory, so that the new tensor cannot get the same address
         for value in (2.0, 3.0):
             self.settled(stager, {"w": w})
             w.data = torch.full_like(w, value)
@@ -264,7 +264,7 @@ class StagerContract(StagerFidelity):
     # Values that cannot be staged
 
     def test_what_cannot_be_staged_is_named(self) -> None:
-        """A value that cannot be staged raises a StageregError with its path; nothing is omitted silently."""
+        """If a value cannot be staged, the stager raises a StageregError that contains the path of the value."""
         bad: dict[str, Any] = {"lock": threading.Lock(), "meta": torch.empty(3, dtype=torch.float32, device="meta")}
         for name, value in bad.items():
             state = {"model": {"layers": [self.ones(2), {name: value}]}, "ok": self.ones(3)}
@@ -276,7 +276,7 @@ class StagerContract(StagerFidelity):
                 self.broken(f"the error for {what} does not name that path: {error}")
 
     def test_an_error_leaves_the_stager_usable(self) -> None:
-        """After an error the stager remains usable, and earlier copies do not change."""
+        """After an error, the stager can still stage, and earlier copies are unchanged."""
         stager, state = self.opened(), self.sized()
         bad: StateDict = {**self.sized(1), "bad": threading.Lock()}
         with self.kept(stager, state, "after an error, in an earlier copy"):
@@ -286,7 +286,7 @@ class StagerContract(StagerFidelity):
 
     @on_a_rank
     def test_a_storage_that_shrank_is_an_error(self) -> None:
-        """A tensor whose storage was freed or shrunk raises an error; its copy never has other bytes."""
+        """The stager raises an error if the storage of a tensor was freed or shrunk, and never copies other bytes."""
         for left in (0, 8):
             stager, w = self.opened(), self.ones(64)
             self.settled(stager, {"w": w})
@@ -295,13 +295,13 @@ class StagerContract(StagerFidelity):
                 self.broken(f"a tensor of 256 bytes over a storage of {left} was staged without an error")
 
     def test_errors_that_nobody_looked_at_surface(self) -> None:
-        """An error of background work whose future was not read is raised by the next call, or by close()."""
+        """If nothing reads the future of failed background work, the next stage() or close() raises its error."""
         stager = self.opened()
         model, optimizer, train = self._training(stager)
         train()
         try:
             staged = stager.stage({"w": self.ones(3), "bad": threading.Lock()})
-        except Exception:  # raised immediately; now provoke an error that is found later
+        except Exception:  # The stager detected the error immediately. Provoke one that it can only detect later.
             train()
             staged = stager.stage(dict(model.state_dict()))
             _write(optimizer)
@@ -319,7 +319,7 @@ class StagerContract(StagerFidelity):
     # Closing, and torch
 
     def test_close_is_the_end(self) -> None:
-        """close() may be called early and twice, and leaves no thread; stage() after it raises a StageregError."""
+        """close() works before stage() and a second time, and ends all threads. stage() after close() raises."""
         before = set(threading.enumerate())
         unused, used = self.opened(), self.opened()
         self.settled(used, {"w": self.ones(2**18)})
@@ -338,7 +338,7 @@ class StagerContract(StagerFidelity):
             self.broken(f"stage() after close() raised {_shown(refusal)}. Raise StagerClosedError")
 
     def test_torchs_async_save_writes_what_was_staged(self) -> None:
-        """stage() returns a complete copy or its future; torch's async_save writes it even if its writer is late."""
+        """torch's async_save writes the staged values, even if its writer starts after the source was overwritten."""
         stager, w, x = self.opened(), self.counted(1000), self.counted(12)
         state: StateDict = {"w": w, "nested": {"x": x}}
         wanted = {"w": self.expected(w, "w").cpu().clone(), "nested": {"x": self.expected(x, "nested.x").cpu().clone()}}
@@ -349,7 +349,7 @@ class StagerContract(StagerFidelity):
         else:
             self.agree(staged, noted, "after stage() returned and torch's writer may read")
         overwritten, limit_s = threading.Event(), self.timeout_s
-        if stager.should_synchronize_after_execute:  # the stager may wait for the writer, which then must not be late
+        if stager.should_synchronize_after_execute:  # The stager may wait for the writer, so do not delay the writer.
             stager.synchronize_staging()
             overwritten.set()
 
@@ -387,7 +387,7 @@ class StagerContract(StagerFidelity):
         return {key: self._all_expected(item, *path, key) for key, item in value.items()}
 
     def _error_of(self, stager: AsyncStager, state: StateDict) -> Exception | None:
-        """Return the error of staging ``state``, from ``stage``, its future or ``synchronize_staging``, or ``None``."""
+        """Stage ``state``. Return the error of ``stage``, of its future or of ``synchronize_staging``, or ``None``."""
         try:
             self.settled(stager, state)
             stager.synchronize_staging()
@@ -397,14 +397,14 @@ class StagerContract(StagerFidelity):
 
 
 def _write(optimizer: torch.optim.Optimizer) -> None:
-    """Write an optimizer's tensors without announcement, the last one first, which a copy probably reaches last."""
+    """Write to an optimizer's tensors, the last one first, because a stager probably copies it last."""
     with torch.no_grad():
         for x in sorted(written_by(optimizer), key=torch.Tensor.data_ptr, reverse=True):
             x.add_(1)
 
 
 def _halves(state: StateDict) -> Any:
-    """Return a view of the second half of each tensor."""
+    """Replace each tensor by a view of its second half."""
     return tree_map(lambda x: x.view(-1)[x.numel() // 2 :], state)
 
 

@@ -1,4 +1,4 @@
-"""Promises of a stager about the content of a copy, which equals the source in everything but its memory."""
+"""Tests of the content of a stager's copies: a copy must equal the source, but in different memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from stagereg.testing.stager_trial import StagerTrial, on_a_rank
 
 _DTYPES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32
 float64 complex64 complex128"""
-"""The dtypes of checkpoints."""
+"""The dtypes that a stager must support."""
 
 Pair = namedtuple("Pair", "left right")
 
 
 @dataclass
 class Box:
-    """An object with tensors that is not a container."""
+    """An object that contains tensors but is not a list, tuple or dict."""
 
     tensor: Tensor
     more: dict[str, Tensor]
 
 
 class StagerFidelity(StagerTrial):
-    """The first promises of :class:`~stagereg.testing.StagerContract`."""
+    """The tests of :class:`~stagereg.testing.StagerContract` that compare a copy with its source."""
 
     def test_structure_is_kept(self) -> None:
-        """Containers keep their types and the order of their items, including empty ones."""
+        """Containers in the copy have the same types and the same order of items; empty containers are included."""
         state: StateDict = {
             "z first": [self.ones(2), (self.ones(1), [self.ones(1), "x"], ())],
             "pair": Pair(self.ones(2), {"k": 1}),
@@ -44,7 +44,7 @@ class StagerFidelity(StagerTrial):
         self.faithful(self.opened(), state)
 
     def test_dtypes_and_strides_are_kept(self) -> None:
-        """Each dtype is staged bit by bit, with NaNs and signed zeros; strides and empty tensors' shapes are kept."""
+        """Tensors of each dtype are copied bit for bit, including NaNs and signed zeros, and shapes and strides."""
         self.faithful(self.opened(), {name: _odd_values(name).to(self.device) for name in _DTYPES.split()})
         state = {
             "transposed": self.counted(24).view(4, 6).t(),
@@ -57,7 +57,7 @@ class StagerFidelity(StagerTrial):
         self.faithful(self.opened(), state)
 
     def test_tied_tensors_stay_tied(self) -> None:
-        """Tensors that share memory, such as tied weights, share it in the copy; ties may change between calls."""
+        """Tensors that share memory, such as tied weights, also share memory in the copy, even if ties change later."""
         w = self.counted(32)
         state = {"embed": w, "head": w.view(w.shape), "again": w, "tail": w[8:], "other": self.ones(8)}
         copied = self.faithful(self.opened(), state)
@@ -71,7 +71,7 @@ class StagerFidelity(StagerTrial):
                 self.broken("two tensors began or ceased to share memory, but their copies did not")
 
     def test_a_view_costs_its_own_bytes(self) -> None:
-        """The copy of a view takes the view's bytes, not the storage's; an expanded tensor is not inflated."""
+        """The copy of a view needs memory only for the view's elements, and an expanded tensor stays expanded."""
         whole, limit = self.counted(2**23), 2**16
         rows = whole.view(-1, 1024)
         for x in (whole[10:20], rows[3], rows[:, 3], whole[5].expand(2**18)):
@@ -79,7 +79,7 @@ class StagerFidelity(StagerTrial):
             taken = copied.untyped_storage().nbytes()
             if taken > limit:
                 self.broken(f"the copy of a view of {tuple(x.shape)} takes {taken} bytes, more than {limit}")
-            # clones may have other strides
+            # Compare clones, because the strides of the copy may differ.
             self.agree({"view": copied.clone()}, {"view": x.clone()}, f"in a copy of a view of {tuple(x.shape)}")
 
         held: list[Any] = []
@@ -88,7 +88,7 @@ class StagerFidelity(StagerTrial):
         self.grows_at_most(whole.nbytes // 2, lambda: held.append(self.settled(self.opened(), last)), what)
 
     def test_lazy_flips_are_carried_out(self) -> None:
-        """The copy of a lazily conjugated or negated view has the resolved values in memory."""
+        """The copy of a lazily conjugated or negated view contains the resolved values."""
         c = torch.complex(self.counted(6), self.ones(6))
         state = {"conjugate": c.conj(), "negative": c.conj().imag, "plain": c}
         noted = {name: x.resolve_conj().resolve_neg().contiguous().clone() for name, x in state.items()}
@@ -100,7 +100,7 @@ class StagerFidelity(StagerTrial):
         self.agree({name: x.contiguous() for name, x in copied.items()}, noted, "in copies of lazy views")
 
     def test_tensors_inside_objects_are_staged(self) -> None:
-        """Tensors in dataclasses, deques and other objects are copied like tensors in dicts, including their ties."""
+        """Tensors in dataclasses, deques and other objects are copied, and share memory as in the source."""
         w = self.counted(16)
         state: StateDict = {"w": w, "box": Box(w[4:], {"w": w}), "deque": deque([w])}
         noted = self.noted({"w": w, "tail": w[4:]})
@@ -115,7 +115,7 @@ class StagerFidelity(StagerTrial):
             self.broken("a tensor in an object shares memory with another tensor in the source, but not in the copy")
 
     def test_tensors_keep_what_makes_them_more(self) -> None:
-        """Parameters remain parameters; requires_grad and attributes of tensors are copied."""
+        """The copy of a parameter is a parameter; requires_grad and attributes of tensors are copied."""
         p: Any = torch.nn.Parameter(self.counted(3))
         p.tags = ["decay"]
         frozen = torch.nn.Parameter(self.counted(3), requires_grad=False)
@@ -126,7 +126,7 @@ class StagerFidelity(StagerTrial):
 
     @on_a_rank
     def test_distributed_tensors_keep_their_parts(self) -> None:
-        """The copy of a DTensor or ShardedTensor has its type and placement, and costs a rank only its local shard."""
+        """The copy of a DTensor or ShardedTensor has the same type and placement, and contains only the local shard."""
         from torch.distributed._shard import sharded_tensor
         from torch.distributed._shard.sharding_spec import ChunkShardingSpec
         from torch.distributed.device_mesh import init_device_mesh
@@ -140,7 +140,7 @@ class StagerFidelity(StagerTrial):
                 self.broken(f"the copy of a DTensor placed {source.placements} is placed {copied.placements}")
         shards = sharded_tensor.rand(ChunkShardingSpec(dim=0, placements=[f"rank:0/{self.device}"]), 5, 3)
         copied = self._of_parts(self.opened(), shards, lambda x: x.local_shards()[0].tensor)
-        # Placements are not compared, because they differ if the source is on an accelerator.
+        # Do not compare placements, because they differ if the source is on an accelerator.
         have, wanted = ([shard.metadata for shard in x.local_shards()] for x in (copied, shards))
         if [(m.shard_offsets, m.shard_sizes) for m in have] != [(m.shard_offsets, m.shard_sizes) for m in wanted]:
             self.broken(f"the copy of a ShardedTensor has other shards: {have}")
@@ -158,7 +158,7 @@ class StagerFidelity(StagerTrial):
 
 
 def _odd_values(name: str) -> Tensor:
-    """Return eight values of a dtype, two of bool, with zeros of both signs, and NaN if it has more than eight bits."""
+    """Return values of a dtype. Floats include both zeros, and NaN if the dtype has more than eight bits."""
     dtype: torch.dtype = getattr(torch, name)
     if dtype.is_floating_point or dtype.is_complex:
         odd = [0.0, -0.0, 1.5, -3.0, float("nan"), 0.1, 100.0, -7.0]

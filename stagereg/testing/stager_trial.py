@@ -1,7 +1,7 @@
-"""Helpers for testing a stager's promises: they call a new stager like torch does, with a time limit.
+"""Helpers for tests of a stager. They call a new stager as torch does, with a time limit, and compare copies.
 
-A copy is compared with the expected value in types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every
-bit of every tensor, so NaN equals itself and minus zero differs from zero. Other values are compared with ``==``.
+The comparison includes types, order of keys, dtypes, shapes, strides, ``requires_grad`` and every bit of every tensor,
+so NaN equals NaN, and minus zero differs from zero. Values that are not tensors are compared with ``==``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from stagereg.testing.worker import is_rank
 
 S = TypeVar("S", bound="StagerTrial")
 
-_SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # float32 elements: around a page, 64 KiB and 4 MiB
+_SIZES = (1, 7, 1000, 1024, 1025, 2**14, 2**14 + 1, 2**20 + 1)  # float32 elements; near one page, 64 KiB and 4 MiB
 
 _MEANT = ". If the stager changes this on purpose, override expected(tensor, path), which returns the expected copy"
 
 
 class StagerTrial(Contract):
-    """Methods for the author of a stager to override, and helpers for the tests in ``stager``."""
+    """Base class of stager tests: methods that the author of a stager may override, and helpers of the tests."""
 
-    device: ClassVar[str] = "cpu"  # device of the staged tensors; copies must be in host memory
+    device: ClassVar[str] = "cpu"  # device of the source tensors; copies must always be in host memory
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -43,30 +43,30 @@ class StagerTrial(Contract):
                 setattr(cls, name, _bounded(method))
 
     def make(self) -> AsyncStager:
-        """Return a new stager. Called at least once per promise; the contract closes it."""
+        """Return a new stager. Called at least once per test. The contract closes the stager."""
         raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a new stager")
 
     def expected(self, tensor: Tensor, path: str) -> Tensor:
-        """Return the expected copy of ``tensor``. Override it for a stager that changes dtypes or values.
+        """Return the expected copy of ``tensor``. Override this method for a stager that changes dtypes or values.
 
         ``path`` is the tensor's dotted name in the state dict: ``"optimizer.state.0.exp_avg"``.
         """
         return tensor
 
     def opened(self) -> AsyncStager:
-        """Return a new stager, which is closed after the test."""
+        """Return a new stager. The contract closes it after the test."""
         stager = self.make()
         self._stagers.append(stager)
         return stager
 
     def close(self) -> None:
-        """Close all opened stagers, and drop the references. Ignores errors, because another promise tests closing."""
+        """Close all opened stagers, and drop the references. Ignores errors, because a separate test checks close()."""
         while self._stagers:
             with contextlib.suppress(Exception):
                 self._stagers.pop().close()
 
     def settled(self, stager: AsyncStager, state: StateDict) -> Any:
-        """Stage ``state``, wait until the source may be written again, and return the copy."""
+        """Stage ``state``, wait until the copy is complete, and return the copy."""
         staged = stager.stage(state)
         if isinstance(staged, Future):
             return staged.result()
@@ -75,24 +75,24 @@ class StagerTrial(Contract):
         return staged
 
     def noted(self, state: StateDict) -> Any:
-        """Return a deep copy of ``state`` for :meth:`agree`."""
+        """Return a deep copy of ``state``, for a later comparison with :meth:`agree`."""
         return copy.deepcopy(state)
 
     def agree(self, copied: Any, noted: Any, when: str) -> None:
-        """Report a broken promise if a copy differs from the result of :meth:`noted`; ``when`` begins the message."""
+        """Raise ``BrokenPromiseError`` if a copy differs from the result of :meth:`noted`. ``when`` is its start."""
         if wrong := difference(copied, noted, self.expected):
             self.broken(f"{when}, {wrong}")
 
     @contextlib.contextmanager
     def kept(self, stager: AsyncStager, state: StateDict, when: str) -> Iterator[Any]:
-        """Stage ``state``; at the end of the ``with`` block the copy must equal the state at staging."""
+        """Stage ``state`` and yield the copy. After the ``with`` block, check that the copy has not changed."""
         noted = self.noted(state)
         copied = self.settled(stager, state)
         yield copied
         self.agree(copied, noted, when)
 
     def faithful(self, stager: AsyncStager, state: StateDict, when: str = "at once") -> Any:
-        """Stage ``state`` and return the copy, which must equal it."""
+        """Stage ``state``, check that the copy equals ``state``, and return the copy."""
         with self.kept(stager, state, when) as copied:
             return copied
 
@@ -103,7 +103,7 @@ class StagerTrial(Contract):
         return torch.arange(n, dtype=torch.float32, device=self.device)
 
     def grows_at_most(self, limit: int, use: Callable[[], None], what: str) -> None:
-        """Check that ``use`` adds at most ``limit`` bytes to the process; try twice, because other threads allocate."""
+        """Check that ``use()`` allocates at most ``limit`` bytes. Retry once, because other threads allocate, too."""
         for _ in range(2):
             self.settled(self.opened(), {"w": self.ones(10)})
             gc.collect()
@@ -116,30 +116,30 @@ class StagerTrial(Contract):
         self.broken(f"after {what}, the process uses {grown >> 20} MiB more")
 
     def sized(self, value: int = 0) -> StateDict:
-        """Return tensors of sizes around a page, 64 KiB and 4 MiB, nested and not, filled by :meth:`fill`."""
+        """Return a nested state of tensors of many sizes, filled by :meth:`fill`."""
         flat, inner = ({f"{4 * n} bytes": self.ones(n) for n in _SIZES} for _ in range(2))
         return self.fill({**flat, "0-d": self.ones(), "nested": [{"inner": inner}, self.ones()]}, value)
 
     def fill(self, state: StateDict, value: int) -> StateDict:
-        """Fill the tensors of ``state`` with distinct numbers, different for each ``value``; return ``state``."""
+        """Fill each tensor of ``state`` with a number unique to the tensor and to ``value``. Return ``state``."""
         tensors = tree_leaves(state)
         for i, x in enumerate(tensors):
             x.fill_(value * len(tensors) + i)
         return state
 
     @functools.cached_property
-    def _stagers(self) -> list[AsyncStager]:  # pytest does not collect classes with a constructor
+    def _stagers(self) -> list[AsyncStager]:  # A property, because pytest ignores test classes with a constructor.
         return []
 
 
 def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
-    """Run a test in a separate process with a process group of size 1. The contract must be at the top of a module."""
+    """Run the decorated test in a separate process with a process group. Its class must be defined at module level."""
     vars(method)["on_a_rank"] = True
     return method
 
 
 def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
-    """Run a test on a thread with a time limit and without warnings, and close its stagers at the end."""
+    """Run the decorated test on a thread with a time limit and without warnings, and close its stagers at the end."""
 
     def tried(self: S) -> None:
         with contextlib.closing(self):
@@ -153,7 +153,7 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
             if outcome.kept is False:
                 self.broken(outcome.seen)
             return
-        # The filters are global, so they are changed here, where they are restored even if the test hangs.
+        # Warning filters are global. Change them on this thread, which restores them even if the test thread hangs.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with _frozen():
@@ -164,7 +164,7 @@ def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Limit ``gc.collect()``, which a stager may call while it waits, to the objects of the test."""
+    """Limit ``gc.collect()`` to objects created by the test, because stagers may call it often while they wait."""
     if gc.get_freeze_count():
         yield
         return
@@ -186,10 +186,10 @@ def difference(
     where: str = "copy",
     path: tuple[object, ...] = (),
 ) -> str | None:
-    """Return the first difference between a copy and its source, with its path; ``None`` if they are equal.
+    """Return a description of the first difference between a copy and its source, or ``None`` if they are equal.
 
-    ``expected`` returns the expected copy of a source tensor, by its dotted name. The strides of the expected copy are
-    compared only if its shape differs from the source's.
+    ``expected(tensor, path)`` returns the expected copy of a source tensor with the dotted name ``path``. The copy must
+    have the strides of the source, or, if the shape of the expected copy differs, the strides of the expected copy.
     """
     if type(copied) is not type(source):
         return f"{where} is a {type(copied).__name__}, but the source is a {type(source).__name__}"
@@ -212,7 +212,7 @@ def _tensor_difference(copied: Tensor, source: Tensor, wanted: Tensor, where: st
     for what, is_, was in zip(("device", "dtype", "shape", "strides", "requires_grad"), seen, right, strict=True):
         if is_ != was:
             return f"{where} has the {what} {is_}, not {was}{_MEANT if what in ('dtype', 'shape') else ''}"
-    # Not contiguous(), which keeps unusual strides of tensors with one element.
+    # clone() is used, because contiguous() keeps unusual strides of tensors with one element.
     have, want = (x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in (copied, wanted))
     if torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
         return None

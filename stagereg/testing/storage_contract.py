@@ -1,7 +1,7 @@
-"""The contract of a storage, as tests to inherit: the promises of ``checkpoint.storage.protocol.Storage``.
+"""The contract of a storage, which defines the file format of checkpoints: a class of tests to inherit.
 
 The tests save and restore small checkpoints with ``Checkpointer``, on one rank and on two, and compare every byte. They
-do not check the speed, or whether files of an earlier version of the storage can be read.
+do not test speed, or whether the storage can read files of its earlier versions.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 _RARE = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex128)
 _PLACES = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
-_LARGE = 1_200_000  # elements of 4 bytes: larger than any buffer
-_MOST_BYTES = 1 << 16  # file size at which the simulated disk is full
-_FAILURE = Failure(timeout=datetime.timedelta(seconds=15))  # below a test's limit, so that a hanging save is reported
+_LARGE = 1_200_000  # number of float32 elements; more bytes than any write buffer
+_MOST_BYTES = 1 << 16  # maximum file size that simulates a full disk
+_FAILURE = Failure(timeout=datetime.timedelta(seconds=15))  # less than the limit of a test, so that hangs are reported
 
 
 class StorageContract(Contract):
-    """The promises of a storage. Inherit this class, and override :meth:`make`.
+    """Tests of a storage. Inherit this class, and override :meth:`make`.
 
-    Define the subclass at the top of a module, so that ranks can import it.
+    Define the subclass at module level, so that the ranks of a test can import it.
     """
 
     def make(self) -> Storage:
-        """Return a new storage. Called at least once per promise, also on ranks."""
+        """Return a new storage. Called at least once per test, also in other processes."""
         raise NotImplementedError(f"{type(self).__name__} must define make(self)")
 
     def test_every_value(self) -> None:
-        """Tensors are restored bit for bit, with dtype and shape: large and empty ones, scalars, slices, NaN."""
+        """Tensors are restored bit for bit, with dtype and shape, including empty and large tensors and slices."""
         self._round_trip(_tensors())
 
     def test_rare_dtypes(self) -> None:
-        """A tensor of a rare dtype is restored bit for bit, or the save raises an error that names it."""
+        """A tensor of a rare dtype is restored bit for bit, or the save raises an error that names the tensor."""
         for number, dtype in enumerate(_RARE):
             name = f"value{number}"
             try:
@@ -73,16 +73,16 @@ class StorageContract(Contract):
                     self.broken(f"its refusal of {dtype} does not name {name!r}: {error}")
 
     def test_ties(self) -> None:
-        """Tensors that share memory, such as tied weights, transposed views and slices, each keep their values."""
+        """Tensors that share memory, such as tied weights, transposed views and slices, are restored correctly."""
         x = torch.arange(35.0, dtype=torch.float32, device="cpu").reshape(5, 7)
         self._round_trip({"a": x, "tied": x, "turned": x.t(), "row": x[1], "column": x[:, 1], "slice": x[1:3, 2:]})
 
     def test_objects(self) -> None:
-        """Values that are not tensors are restored unchanged: containers, numbers, text, tuples with tensors."""
+        """Containers, numbers, strings, and tuples that contain tensors are restored unchanged."""
         self._round_trip(_objects())
 
     def test_save_after_save(self) -> None:
-        """One storage writes several checkpoints in sequence; keys, shapes and dtypes may change in between."""
+        """One storage can write several checkpoints in sequence, even if keys, shapes and dtypes change."""
         states: list[dict[str, Any]] = [
             {
                 "x": _ones(5),
@@ -103,7 +103,7 @@ class StorageContract(Contract):
                 self._expect_restored(folder, state, step)
 
     def test_no_arguments(self) -> None:
-        """A storage built without arguments reads files of make()'s storage: checkpoints store only its name."""
+        """A storage constructed without arguments can read all files, because a checkpoint contains no arguments."""
         kind = type(self.make())
         try:
             built = kind()
@@ -114,7 +114,7 @@ class StorageContract(Contract):
             self._expect_restored(folder, _tensors(), storage=built)
 
     def test_in_another_process(self) -> None:
-        """Another process can read the files, even from a moved directory: the directory contains everything."""
+        """Another process can restore a checkpoint, even if its directory was moved."""
         with _folder() as folder, _folder() as other:
             self._save(folder, {**_tensors(), **_objects()})
             shutil.copytree(f"{folder}/{step_name(1)}", f"{other}/{step_name(1)}")
@@ -122,7 +122,7 @@ class StorageContract(Contract):
             self._expect("in another process: ", self.on_ranks("", 1, _restore, type(self), other))
 
     def test_pickled(self) -> None:
-        """A storage can be pickled before and after it writes, including the digests of its files."""
+        """A storage can be pickled before and after a save; after a save, the copy has the digests of its files."""
         state = {"x": torch.arange(5, dtype=torch.int64, device="cpu"), "n": 3}
         with _folder() as folder:
             storage = self._pickled(self.make())
@@ -140,12 +140,12 @@ class StorageContract(Contract):
             self._expect_loaded(self.make(), f"{folder}/step", state)
 
     def test_two_ranks(self) -> None:
-        """Two ranks save and restore sharded tensors, also uneven and empty shards, and per-rank values."""
+        """Two ranks can save and restore sharded tensors with uneven and empty shards, and per-rank values."""
         with _folder() as folder:
             self._expect("saved and restored on 2 ranks: ", self.on_ranks("", 2, _save_shards, type(self), folder))
 
     def test_another_world_size(self) -> None:
-        """One rank restores two ranks' shards as whole tensors; two ranks restore one rank's tensors in shards."""
+        """One rank can restore a checkpoint of two ranks, and two ranks can restore a checkpoint of one rank."""
         with _folder() as folder:
             self._expect("", self.on_ranks("", 2, _save_shards, type(self), folder, False))
             full = dict.fromkeys(_PLACES, _full()) | {"uneven": _full()[:1]}
@@ -156,13 +156,13 @@ class StorageContract(Contract):
             self._expect("saved on 1 rank, restored on 2: ", found)
 
     def test_corrupt_files(self) -> None:
-        """A truncated, changed or missing file is found by its checksum, and nothing is restored from it."""
+        """The checksums detect each truncated, changed or missing file, and a restore from it raises an error."""
         with _folder() as folder:
             self._save(folder, _tensors())
             path = Path(folder, step_name(1))
             self._expect_verified(path, good=True, what="as it was saved")
             for file in (each for each in sorted(path.rglob("*")) if each.is_file()):
-                if file.name in (MANIFEST, INDEX):  # files of the checkpointer
+                if file.name in (MANIFEST, INDEX):  # written by the checkpointer, not by the storage
                     continue
                 content = file.read_bytes()
                 flipped = content[:-1] + bytes([content[-1] ^ 1]) if content else b"x"
@@ -173,7 +173,7 @@ class StorageContract(Contract):
                     file.write_bytes(content)
 
     def test_full_disk(self) -> None:
-        """If the disk is full, the save raises an error, and no checkpoint is committed."""
+        """If the disk is full, the save raises an error, and does not commit a checkpoint."""
         with _folder() as folder:
             self._expect("on a full disk, ", self.on_ranks("", 1, _fill_disk, type(self), folder))
 
@@ -202,7 +202,7 @@ class StorageContract(Contract):
         try:
             with _quiet():
                 self.within(partial(do, state, no_dist=True, **more))
-        except CheckpointException as failed:  # does not derive from Exception
+        except CheckpointException as failed:  # a BaseException, so `except Exception` does not catch it
             error = next(iter(failed.failures.values()))[0]
             self.broken(f"torch.distributed.checkpoint.{do.__name__} fails: {type(error).__name__}: {error}")
 
@@ -229,7 +229,7 @@ class StorageContract(Contract):
 
 
 def difference(found: Any, expected: Any, path: str = "") -> str:
-    """Return where and how two states differ; empty if they are equal, tensors bit for bit."""
+    """Return where and how two states differ, or an empty string. Tensors are compared bit for bit."""
     if isinstance(expected, torch.Tensor):
         if not isinstance(found, torch.Tensor):
             return f"{path} is {found!r:.60}, not a tensor"
@@ -251,7 +251,7 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
 
 
 def _random(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Return elements with random bits, which every conversion would change."""
+    """Return a tensor of random bits, so that a conversion to another dtype changes at least one element."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, device="cpu", generator=generator).view(
         dtype
@@ -300,7 +300,7 @@ def _full() -> torch.Tensor:
 
 
 def _blank(value: Any) -> Any:
-    """Return a state to restore into: zeros for tensors, ``None`` for other values."""
+    """Return a state to restore into, with zeros instead of tensors and ``None`` instead of other values."""
     if isinstance(value, dict) and type(value) is dict:
         return {key: _blank(item) for key, item in value.items()}
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
@@ -367,7 +367,7 @@ def _folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the messages about a run that only restores, without a process group."""
+    """Suppress warnings about the missing process group, and log messages below the level ERROR."""
     log = logging.getLogger("stagereg")
     level = log.level
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""The contract of a tier, as tests to inherit: the promises of ``extensions.tiers.tier.Tier`` about a machine's folder.
+"""The contract of a tier, a local folder for checkpoint copies on each machine: a class of tests to inherit.
 
-The tests prepare the tier in a new folder and use it like a run: several processes write, flush, rename, lock and map
-files. They do not check whether files survive a reboot.
+The tests create the tier's folder, and use it as a training run does: several processes write, flush, rename, lock and
+memory-map files. They do not test whether files survive a reboot.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _DATA = bytes(range(256)) * 64
 
 
 class TierContract(Contract):
-    """The promises of a tier. Inherit this class, and override :meth:`make`.
+    """Tests of a tier. Inherit this class, and override :meth:`make`.
 
-    Define the subclass at the top of a module, so that ranks can import it.
+    Define the subclass at module level, so that the ranks of a test can import it.
     """
 
-    root: ClassVar[str | None] = None  # a folder on the tier's medium, such as /dev/shm; default: the temporary folder
+    root: ClassVar[str | None] = None  # parent folder on the tier's medium, such as /dev/shm; None: the temp folder
 
     def make(self, dir: str, **options: Any) -> Tier:
-        """Return a new tier with the folder ``dir`` and other options of ``Tier``, such as ``copies``."""
+        """Return a new tier that uses the folder ``dir`` and other options of ``Tier``, such as ``copies``."""
         raise NotImplementedError(f"{type(self).__name__} must define make(self, dir, **options)")
 
     def test_making_it_touches_no_disk(self) -> None:
-        """The constructor does not access the disk; prepare() creates the folder and returns its full path."""
+        """The constructor does not create the folder. prepare() creates the folder and returns its absolute path."""
         with self._folder() as folder:
             tier = self.make(folder)
             if os.path.lexists(folder):
@@ -50,7 +50,7 @@ class TierContract(Contract):
                 self.broken(f"prepare() returned {path!r}, which is not the full path of a folder")
 
     def test_options(self) -> None:
-        """The constructor passes the options of all tiers to Tier, which refuses invalid values."""
+        """The constructor passes the common options, such as copies, to Tier, which rejects invalid values."""
         with self._folder() as folder:
             tier = self.make(folder, **_OPTIONS)
             if not isinstance(tier, Tier):
@@ -65,7 +65,7 @@ class TierContract(Contract):
             self.broken("keep=0 is accepted. Pass it to the constructor of Tier, which refuses it")
 
     def test_one_folder_a_machine(self) -> None:
-        """Every process of a machine gets the same folder, whose files outlive the processes that write them."""
+        """All processes of a machine use the same folder, and files remain after the process that wrote them exits."""
         with self._folder() as folder:
             path = self._prepared(self.make(folder))
             paths = self.on_ranks("", 2, _written, type(self), folder)
@@ -88,14 +88,14 @@ class TierContract(Contract):
                 self.broken(f"prepare() deleted or changed {lost[0].relative_to(path)}")
 
     def test_for_this_user_alone(self) -> None:
-        """Only this user can read and write a folder that prepare() creates: it contains the state."""
+        """prepare() creates a folder that only this user can read and write, because it will contain model state."""
         with self._folder() as folder:
             path = self._prepared(self.make(folder))
             if (mode := os.stat(path).st_mode & 0o777) & 0o077:
                 self.broken(f"{path} has mode {mode:03o}. Create it with mode 700")
 
     def test_ordinary_files(self) -> None:
-        """Files in the folder can be flushed, renamed over others, locked, and read while others are written."""
+        """Files in the folder can be flushed, locked, memory-mapped, and replaced by a rename while they are read."""
         with self._folder() as folder:
             path = Path(self._prepared(self.make(folder)))
             try:
@@ -104,7 +104,7 @@ class TierContract(Contract):
                 self.broken(f"files in {path} cannot be used: {reason(error)}")
 
     def test_lacking(self) -> None:
-        """lacking() returns a line with the reason why the bytes do not fit, or '' if they fit, and changes nothing."""
+        """lacking(n) returns '' if n more bytes fit, or else a line with the reason. It does not change the folder."""
         with self._folder() as folder:
             tier = self.make(folder)
             path = self._prepared(tier)
@@ -117,7 +117,7 @@ class TierContract(Contract):
                 self.broken(f"{os.listdir(path)[0]} is in the folder after lacking()")
 
     def test_no_place(self) -> None:
-        """If the folder cannot be created, prepare() raises OSError or ConfigError, and uses no other folder."""
+        """If prepare() cannot create the folder, it raises OSError or ConfigError, and does not use another folder."""
         with self._folder() as folder:
             Path(folder).write_bytes(b"")
             try:
@@ -127,7 +127,7 @@ class TierContract(Contract):
             self.broken(f"{folder} is a file, but prepare() returned {path!r}")
 
     def test_durable(self) -> None:
-        """``durable`` is True only if flushed files survive a reboot, which files in memory do not."""
+        """``durable`` is False if the folder is in memory (tmpfs), because its files do not survive a reboot."""
         with self._folder() as folder:
             tier = self.make(folder)
             kind = file_system(Path(self._prepared(tier)))
@@ -138,7 +138,7 @@ class TierContract(Contract):
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
-        """Yield the path of a folder that does not exist yet; delete the folder at the end."""
+        """Yield the path of a folder that does not exist yet. Delete the folder at the end."""
         with tempfile.TemporaryDirectory(prefix="stagereg-", dir=self.root) as parent:
             yield f"{os.path.realpath(parent)}/tier"
 
@@ -146,7 +146,7 @@ class TierContract(Contract):
         return self.within(tier.prepare)
 
     def _use(self, path: Path) -> None:
-        """Write a new file, and rename it over an existing file that is being read, as a save does."""
+        """Use the folder as a save does: write a new file, and rename it over an existing file that is open."""
         (path / "held").write_bytes(b"old")
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:

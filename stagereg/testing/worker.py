@@ -1,8 +1,8 @@
 """Runs one rank of ``run_ranks`` in a process that was forked from a server.
 
-The rank writes its result, traceback, output and stacks to files, which remain if the rank dies. The function of a
-call is pickled by module and name. Other processes cannot import a test module that pytest imported by file path,
-so the rank imports the caller's own modules from the same files under the same names.
+The rank writes its result, traceback, output and stacks to files, which remain if the rank dies. pickle stores a
+function as module and name. A new process cannot import a module that pytest imported by file path, so the rank
+receives the names and files of the caller's modules, and imports the modules from there.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from types import ModuleType
 from typing import Any
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Directories of installed modules, which a rank can import without help."""
+"""Directories of installed packages, which a rank can import as usual."""
 
 
 @dataclass(frozen=True)
 class Shipment(MetaPathFinder):
-    """A pickled call and the caller's modules: by name, the file and, for a package, its folders."""
+    """A pickled call, and where the rank finds the caller's modules. Also the import hook that loads these modules."""
 
     call: bytes
-    modules: dict[str, tuple[str | None, list[str] | None]]
+    modules: dict[str, tuple[str | None, list[str] | None]]  # by name: the file, and the folders of a package
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         file, folders = self.modules.get(name, (None, None))
@@ -51,7 +51,7 @@ class Shipment(MetaPathFinder):
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shipment:
-    """Pickle the call ``fn(*args, **kwargs)``. Raises ``ValueError`` if this fails."""
+    """Pickle the call ``fn(*args, **kwargs)``. Raises ``ValueError`` if ``fn`` or an argument is not picklable."""
     wrong = f"{fn!r} cannot be imported in other processes. Define it with `def` at the top of a module"
     try:
         pickle.dumps(fn)
@@ -63,7 +63,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The settings of a rank; ``backend`` and ``pg_timeout_s`` (seconds) are the process group's."""
+    """The settings of a rank. ``backend`` and ``pg_timeout_s`` (seconds) configure the process group."""
 
     rank: int
     world_size: int
@@ -75,7 +75,7 @@ class Assignment:
     pg_timeout_s: float
 
     def file(self, kind: str) -> Path:
-        """Return the file for one ``kind`` of this rank's output: result, error, output or stacks."""
+        """Return the path of a file of this rank. ``kind``: "result", "error", "output" or "stacks"."""
         return self.folder / f"{self.rank}.{kind}"
 
 
@@ -83,21 +83,21 @@ _is_rank = False
 
 
 def is_rank() -> bool:
-    """Return whether this process is a rank of ``run_ranks``."""
+    """Return whether this process was started by ``run_ranks``."""
     return _is_rank
 
 
 def work(job: Assignment) -> None:
-    """Run the assigned function in an initialized process group, and write the outcome to files."""
-    gc.freeze()  # a garbage collection would touch, and so copy, all memory of the server's imports
+    """Run the function of ``job`` in an initialized process group, and write its result or error to files."""
+    gc.freeze()  # A garbage collection would write to, and so copy, all memory shared with the server.
     os.setpgid(0, 0)
     _end_with_parent()
     _redirect(job.file("output"))
     os.environ.clear()
     os.environ.update(job.environment)
     with job.file("stacks").open("wb") as stacks:
-        # The default action is chained and terminates the process, so the dump is complete when the process has exited.
-        # SIGUSR1 is not used, because a checkpointer handles it.
+        # With chain=True, the default action of SIGUSR2 terminates the process after the dump, so the dump of an exited
+        # process is complete. SIGUSR1 is not used, because a checkpointer handles it.
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
         faulthandler.enable(file=stacks, all_threads=True)
@@ -121,7 +121,7 @@ def _call(job: Assignment) -> None:
     _is_rank = True
     group = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
     dist.init_process_group(job.backend, store=group, rank=job.rank, world_size=job.world_size, timeout=limit)
-    # A group fails if a rank closes it, or terminates, while another rank still connects.
+    # Wait for all ranks: if a rank exits early, ranks that still connect to the process group fail.
     _await_all(store, job, "connected")
     try:
         job.file("part").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))
@@ -135,14 +135,14 @@ def _call(job: Assignment) -> None:
 
 
 def _await_all(store: Any, job: Assignment, milestone: str) -> None:
-    """Wait until the other ranks have reached ``milestone``, too."""
+    """Wait until all ranks have reached the point named ``milestone``."""
     store.add(milestone, 1)
     while store.add(milestone, 0) < job.world_size:
         time.sleep(0.002)
 
 
 def _end_with_parent() -> None:
-    """Terminate this process when the caller's process exits: the closed sentinel pipe then sends SIGIO."""
+    """Terminate this process when the caller exits: the kernel then closes a pipe, and sends SIGIO to this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
@@ -153,12 +153,12 @@ def _redirect(file: Path) -> None:
     with file.open("ab") as target:
         os.dup2(target.fileno(), 1)
         os.dup2(target.fileno(), 2)
-    # Replaced, because the server's stdout objects belong to its first caller, which may have had a terminal.
+    # Replace sys.stdout and sys.stderr: the objects of the server may be configured for a terminal of its first caller.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
 def _own_modules() -> dict[str, tuple[str | None, list[str] | None]]:
-    """Return the loaded modules that are not installed. multiprocessing handles ``__main__`` itself."""
+    """Return the loaded modules that a rank cannot import as usual. multiprocessing itself handles ``__main__``."""
     found: dict[str, tuple[str | None, list[str] | None]] = {}
     for name, module in list(sys.modules.items()):
         facts = vars(module) if isinstance(module, ModuleType) else {}
@@ -169,6 +169,6 @@ def _own_modules() -> dict[str, tuple[str | None, list[str] | None]]:
     for name in list(found):
         above = name.rpartition(".")[0]
         while above and above not in found and not hasattr(sys.modules.get(above), "__path__"):
-            found[above] = None, []  # created by pytest, for a folder that is not a package
+            found[above] = None, []  # The parent is a folder without __init__.py, for which pytest made up a package.
             above = above.rpartition(".")[0]
     return found
