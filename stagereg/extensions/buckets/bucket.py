@@ -1,8 +1,8 @@
-"""Checkpoints below a prefix of an object store. The manifest commits a checkpoint and is written last.
+"""Checkpoints below a prefix of an object store. The manifest commits a checkpoint, so it is written last.
 
-Object stores cannot rename, so each directory keeps the token of its save in its name, and the object ``latest``
-contains such a name. To delete a checkpoint, its manifest is deleted first. Only directories ``step-00000100.<token>``
-below ``root`` are deleted.
+Object stores cannot rename, so the name of each checkpoint's directory permanently contains the random token of its
+save: ``step-00000100.<token>``. The object ``latest`` contains the name of the newest directory. A deletion removes the
+manifest first. Only directories below ``root`` with names of this form are deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoredFiles:
-    """The files in an object store (:class:`.Files`)."""
+    """Implements :class:`.Files` for the objects of an object store."""
 
     remote = shared = True
     root: str
@@ -57,7 +57,7 @@ class StoredFiles:
 
 
 class Bucket(StoredFiles):
-    """A prefix in an existing bucket of an :class:`.ObjectStore`, as a :class:`.Backend`."""
+    """Implements :class:`.Backend` for a prefix in an existing bucket of an :class:`.ObjectStore`."""
 
     in_place = True
 
@@ -126,7 +126,7 @@ class Bucket(StoredFiles):
         self.write(f"{hidden}/{MANIFEST}", each.manifest.dumps().encode())
 
     def discard(self, path: str) -> None:
-        if path == self._committed:  # a committed checkpoint stays, since older checkpoints may be deleted already
+        if path == self._committed:  # keep a committed checkpoint: older ones may already have been deleted
             return
         try:
             with within(_BEST_EFFORT_S):

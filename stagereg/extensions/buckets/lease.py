@@ -1,11 +1,11 @@
-"""The lock of an object store: a lease, an object that its owner renews and that other runs replace after it expires.
+"""A lock for object stores. It is a lease: its owner renews an object, which another run may replace after it expires.
 
 Object stores have no locks that end with a process. A conditional write creates the object ``.lock``, and a thread
 renews it every 20 seconds. The lease expires after a minute without renewal, or, for an owner on this machine, when the
-owner exits. The store's clock measures its age; without such a clock, a waiting run polls the object for a minute.
+owner exits. The store's clock measures the age of a lease. Without such a clock, a waiting run polls for a minute.
 
 A lease is weaker than a lock: a run that was suspended for more than a minute may send one request before it detects
-that it has lost the lease. If two runs write without a condition, the last write wins; the other run detects it later.
+that it has lost the lease. If two runs replace the lease at once, the last write wins, and the other run detects that.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class StoreLease(StoreLock):
     def __init__(self, objects: ObjectStore, root: str) -> None:
         self._objects = objects
         self._lease = Lease(f"{root}/{LOCK}", objects.put, objects.delete, partial(_read, objects))
-        self._first: LeaseRecord | None = None  # the lease of another run that the first attempt has read
-        self._free_at = leases.LEASE_S  # seconds of waiting until that lease expires
+        self._first: LeaseRecord | None = None  # another run's lease, as the first attempt has read it
+        self._free_at = leases.LEASE_S  # waiting time in seconds after which the other run's lease has expired
         super().__init__(root, leases.LEASE_S)
         self._lease.keep("stagereg-lease", logging.WARNING)
 
@@ -49,7 +49,7 @@ class StoreLease(StoreLock):
         if self._first is None:
             self._first = there
             self._free_at = waited + leases.LEASE_S - self._objects.age(self._path, f"{self.root}/{_CLOCK}")
-            _log.info("stagereg: %s is or was locked by %s. Waiting for at most a minute.", self.root, there.owner)
+            _log.info("stagereg: %s has a possibly stale lock of %s. Waiting up to a minute.", self.root, there.owner)
         if there.is_orphaned() or not there.token or (there == self._first and waited >= self._free_at):
             return self._replace()
         if there != self._first or (there.is_near() and waited > LOCK_TIMEOUT_S):
@@ -64,7 +64,7 @@ class StoreLease(StoreLock):
         return made or self._is_ours()  # an earlier attempt may have succeeded without a response
 
     def _replace(self) -> bool:
-        """Write the object. Return whether this run has the lease after concurrent writes have taken effect."""
+        """Overwrite the object, wait for concurrent writes of other runs, and return whether this run has the lease."""
         self._objects.put(self._path, self._lease.content())
         time.sleep(_SETTLE_S)
         return self._is_ours()
@@ -83,7 +83,7 @@ class StoreLease(StoreLock):
 
 
 def leaseholder(objects: ObjectStore, root: str) -> Owner | None:
-    """Return the current owner of a prefix's lock, ``None`` if it is not locked. Does not wait or lock."""
+    """Return the owner of the lock on a prefix; ``None`` if the prefix is not locked. Does not wait for the lock."""
     note = _read(objects, f"{root}/{LOCK}")
     return None if note is None or note.is_over() else note.owner
 

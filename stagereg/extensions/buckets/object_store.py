@@ -24,7 +24,7 @@ _BLOCKS_KEPT = 3
 _PRECONDITION_FAILED = 412
 _S3 = {"s3", "s3a"}
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(("az", "abfs", "abfss"), "azure"), "gs": "gcs", "gcs": "gcs"}
-# Stores without directories. Creating a directory there would need permissions that writing an object does not need.
+# Stores without directories. There, creating a directory needs more permissions than writing an object.
 _FLAT = {*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
 
 
@@ -57,7 +57,7 @@ class ObjectStore:
         return str(self.fs._strip_protocol(url))
 
     def listing(self, url: str) -> dict[str, int | None]:
-        """Return the size of each object directly below ``url`` (``None`` for a directory), by name."""
+        """Map the name of each object directly below ``url`` to its size in bytes, and of a directory to ``None``."""
 
         def act() -> dict[str, int | None]:
             path = self.path(url)
@@ -85,7 +85,7 @@ class ObjectStore:
                     ) from error
 
     def size(self, url: str) -> int | None:
-        """Return the size of an object; ``None`` if it does not exist. Does not use listings, which may be delayed."""
+        """Return the size of an object in bytes; ``None`` if it does not exist. Uses no listing, which may be stale."""
 
         def act() -> int | None:
             try:
@@ -96,7 +96,7 @@ class ObjectStore:
         return retrying("accessing", url, act)
 
     def age(self, url: str, probe: str) -> float:
-        """Return an object's age in seconds, 0 if unknown. Writes and deletes ``probe`` to read the store's clock."""
+        """Return an object's age in seconds; 0 if unknown. Writes the object ``probe`` to read the store's clock."""
         self.put(probe, b"now")
         try:
             written, now = (retrying("accessing", each, partial(self._modified, each)) for each in (url, probe))
@@ -110,7 +110,7 @@ class ObjectStore:
         return self._fresh.modified(self.path(url))
 
     def get(self, url: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return the bytes of an object from ``start`` to ``end``, by default all."""
+        """Return the bytes of an object from ``start`` to ``end``, by default all bytes."""
         return retrying("reading", url, lambda: bytes(self.fs.cat_file(self.path(url), start=start, end=end)))
 
     def put(self, url: str, data: bytes) -> None:
@@ -118,7 +118,7 @@ class ObjectStore:
         retrying("writing", url, lambda: self.fs.pipe_file(self.path(url), data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Create an object, no retries; return False if it exists. Raises ``NotImplementedError`` if unsupported."""
+        """Create an object, without retries; return False if it exists. ``NotImplementedError`` if unsupported."""
         try:
             self.fs.pipe_file(self.path(url), data, mode="create")
         except FileExistsError:
@@ -132,7 +132,7 @@ class ObjectStore:
         return True
 
     def open(self, url: str) -> io.BufferedReader:
-        """Open an object for reading at any offset. Caches the last blocks."""
+        """Open an object for reading at any offset. The stream caches the last blocks that were read."""
         from fsspec.caching import BlockCache
         from fsspec.spec import AbstractBufferedFile
 
@@ -165,7 +165,7 @@ class ObjectStore:
         retrying("deleting", url, act)
 
     def abort_uploads(self, url: str, is_ours: Callable[[str], bool]) -> list[str]:
-        """Abort multipart uploads below ``url`` (S3 only) whose keys ``is_ours`` accepts. Return their URLs."""
+        """Abort multipart uploads below ``url`` (S3 only) with keys that ``is_ours`` accepts. Return their URLs."""
         aborted: list[str] = []
 
         def act() -> None:
@@ -191,10 +191,10 @@ class ObjectStore:
 
 
 class Upload:
-    """Writes a new object at ``url``, as :class:`.DiskFile` writes a file.
+    """Writes a new object at ``url``. Has the same methods as :class:`.DiskFile`, which writes a local file.
 
     The object is uploaded in parts of fsspec's part size, so that at most one part is in memory. If a write fails, the
-    upload is aborted, since closing it would create a truncated object.
+    upload is aborted, because ending the upload would create a truncated object.
     """
 
     refused = False
@@ -203,7 +203,7 @@ class Upload:
         self._file: Any = store.fs.open(store.path(url), "wb")
 
     def write(self, data: memoryview) -> None:
-        # Written in pieces, since fsspec would copy a large tensor to one part of the same size.
+        # Write small pieces: fsspec would copy a large tensor in one piece and keep the copy in memory.
         for begin in range(0, len(data), _PIECE_BYTES):
             self._file.write(data[begin : begin + _PIECE_BYTES])
             failpoint("writing")

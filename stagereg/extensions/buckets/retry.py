@@ -1,8 +1,8 @@
 """Retry requests to object stores after transient errors.
 
 Waits double from half a second to a minute; each is shortened at random by up to half ("equal jitter", M. Brooker, AWS
-Architecture Blog, 2015). Other errors are raised immediately. Retries end after ``TRIALS`` or at the deadline of
-:func:`.within`. The first retry logs a warning. :func:`answered` limits the time of a call that may hang.
+Architecture Blog, 2015). Other errors are raised immediately. Retries end after ``TRIALS`` attempts, or at the deadline
+set with :func:`.within`. The first retry logs a warning. :func:`answered` sets a timeout for a call that may hang.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TRIALS = 10  # attempts of a request in total, within about three minutes
 FIRST_S = 0.5
 LONGEST_S = 60.0
 
-# Transient errors: HTTP statuses; S3 codes with other statuses; and parts of the names of exceptions, since the clients
-# of object stores have no common base class for network errors.
+# Transient errors: HTTP statuses; S3 error codes with other HTTP statuses; and parts of exception names, because the
+# client packages of object stores have no common base class for network errors.
 _PASSING_STATUS = {408, 425, 429, *range(500, 600)} - {501}
 _PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
 _PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
 _PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
-# Permanent errors, and the errno of exceptions that packages raise without an errno.
+# Permanent errors, by class and by errno. ``_ERRNO`` is for exceptions that packages raise without an errno.
 _FINAL = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 _FINAL_ERRNO = {errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP}
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
@@ -46,7 +46,7 @@ _REFUSED = (
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return the result of ``act``; raise ``TimeoutError`` after ``seconds``. A late result goes to ``give_back``."""
+    """Return the result of ``act``. After ``seconds``, raise ``TimeoutError``; ``give_back`` gets a late result."""
     answer: Future[T] = Future()
 
     def work() -> None:
@@ -72,7 +72,7 @@ def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable
 def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
     """Return the result of ``act``, which must be idempotent, with retries after transient errors.
 
-    ``doing`` and ``url`` are for messages. Raises ``OSError`` for errors of the store, and other errors unchanged.
+    Messages contain ``doing`` and ``url``. Errors of the store are raised as ``OSError``; other errors propagate.
     """
     trial = 1
     while True:
@@ -84,7 +84,7 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
             if trial == TRIALS or time.monotonic() + pause > until() or not passing:
                 a_stores = isinstance(error, OSError) or passing or http_error_of(error)[1] is not None
                 if not a_stores and not _is_denied(error):
-                    raise  # a bug in the program
+                    raise  # not an error of the store, so a bug in the program
                 told = f"{doing}, tried {trial} times" if trial > 1 else doing
                 raise _as_os_error(error, told + _REFUSED * (doing in _READS and _is_denied(error)), url) from error
             if trial == 1:
@@ -106,7 +106,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def http_error_of(error: BaseException) -> tuple[str | None, int | None]:
-    """Return the store's code and the HTTP status of an error of botocore, gcsfs, azure or aiohttp."""
+    """Return the store's error code and the HTTP status of an exception from botocore, gcsfs, azure or aiohttp."""
     for each in (error, error.__cause__):
         response: Any = getattr(each, "response", None)
         if isinstance(response, dict):
@@ -119,7 +119,7 @@ def http_error_of(error: BaseException) -> tuple[str | None, int | None]:
 
 
 def _is_denied(error: BaseException) -> bool:
-    """Return whether the store or its package rejects the credentials, or they lack a permission."""
+    """Return whether the store or its client package rejected the credentials, or the credentials lack a permission."""
     names = [kind.__name__ for kind in type(error).__mro__]
     by_name = any(part in name for part in ("Credential", "GoogleAuthError") for name in names)
     by_gcsfs = type(error) is OSError and str(error).startswith("Forbidden: ")  # status 403 in gcsfs
@@ -127,7 +127,7 @@ def _is_denied(error: BaseException) -> bool:
 
 
 def _as_os_error(error: Exception, more: str, url: str) -> OSError:
-    """Convert an error of a store or its package to an ``OSError``."""
+    """Convert an error of a store, or of its client package, to an ``OSError`` with the details ``more``."""
     denied = _is_denied(error)
     number = error.errno if isinstance(error, OSError) else None
     known = (each for kind, each in _ERRNO.items() if isinstance(error, kind))

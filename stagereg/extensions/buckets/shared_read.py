@@ -1,9 +1,9 @@
-"""Read each byte of a checkpoint on one rank, and send the byte to the ranks that need it.
+"""Read each byte of a checkpoint on only one rank, and send the byte to all ranks that need it.
 
-The files, sorted by name, form one stream of bytes, which is divided into pieces. Of n ranks, rank r reads pieces r,
-r + n, r + 2n and so on, and computes their checksums. Rank r broadcasts a piece. If the ranks need at most half of the
-piece on average, rank r sends only the bytes that each rank needs. A rank has two pieces in memory: its next piece, and
-the piece that it receives. All transfers use the gloo group of the checkpointer.
+The files, sorted by name, form one stream of bytes, which is divided into pieces. Of n ranks, rank r reads the pieces
+r, r + n, r + 2n and so on, computes their checksums, and broadcasts each piece to all ranks. If the ranks need at most
+half of a piece on average, rank r instead sends each rank only the bytes that it needs. A rank has two pieces in
+memory: the piece that it reads and the piece that it receives. All transfers use the checkpointer's gloo group.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
 
 
 class _RangeDigest(NamedTuple):
-    """The digest of a range of a file, which a rank has read."""
+    """The size and checksum (``mark``) of a range of a file that a rank has read."""
 
     name: str
     offset: int
@@ -61,7 +61,7 @@ class _RangeDigest(NamedTuple):
 
 
 class _Collected:
-    """Collects the bytes of a :class:`.Whole`, which gets them when all have arrived."""
+    """Collects the bytes of a :class:`.Whole`, a range that must be processed as a whole, until all have arrived."""
 
     def __init__(self, whole: Whole) -> None:
         self._whole, self._left = whole, whole.length
@@ -77,7 +77,7 @@ class _Collected:
 
 
 class _Want(NamedTuple):
-    """Bytes of the stream that this rank needs, and their target: a memory address or a :class:`_Collected`."""
+    """A range of the stream that this rank needs, and its target: a memory address or a :class:`_Collected`."""
 
     begin: int
     end: int
@@ -85,10 +85,10 @@ class _Want(NamedTuple):
 
 
 class SharedRead:
-    """A shared read of one checkpoint. Collective: all ranks construct it and call :meth:`run`.
+    """Reads one checkpoint for all ranks. Collective: all ranks construct a ``SharedRead`` and call :meth:`run`.
 
-    The constructor changes no tensor. ``transfer`` has the bytes that this rank needs. ``check`` reads and verifies all
-    files, including files that no rank needs.
+    The constructor changes no tensor. ``transfer`` lists the bytes that this rank needs. With ``check``, the ranks read
+    and verify all files, including files that no rank needs.
 
     Raises:
         CheckpointError: a rank could not read its first piece. Raised on all ranks.
@@ -122,7 +122,7 @@ class SharedRead:
         ranks.run_on_all(f"{checkpoint.path} could not be read", self._finish_first)
 
     def _wants_of(self, transfer: Transfer) -> dict[int, list[_Want]]:
-        """Return the bytes that this rank needs, by the number of the piece that has them."""
+        """Return the ranges that this rank needs, by the number of the piece that contains them."""
         begins = dict(zip(self._names, self._begins, strict=False))
         every = [
             _Want(begins[file] + offset, begins[file] + offset + length, address)
@@ -152,7 +152,7 @@ class SharedRead:
         return [*found, (low, high)][1:]
 
     def _agree_on_pieces(self) -> None:
-        """Agree on how each piece is sent, and collect the ranges that other ranks need from this rank's pieces."""
+        """Decide how each piece is sent, and collect the ranges that other ranks need from this rank's pieces."""
         size, rank = self._ranks.size, self._ranks.rank
         ranges = {number: self._ranges(number) for number in self._wants}
         wanted = torch.zeros(len(self._pieces), dtype=torch.int64, device="cpu")
@@ -177,7 +177,7 @@ class SharedRead:
     # -- reading
 
     def _begin_next(self) -> None:
-        """Begin to read the next piece of this rank."""
+        """Start to read the next piece of this rank on background threads."""
         number = next(self._own, None)
         self._fetches = []
         if number is None or self._failure is not None:
@@ -220,7 +220,7 @@ class SharedRead:
         """Read all needed bytes to their targets, and return the errors of files by name. Collective.
 
         Raises:
-            CheckpointError: a rank could not read or copy some bytes. Raised on all ranks; some tensors have changed.
+            CheckpointError: a rank could not read or copy some bytes. Raised on all ranks. Some tensors have changed.
         """
         failing = f"{self._checkpoint.path} could not be read"
         with self._ranks.explaining(failing):
@@ -251,7 +251,7 @@ class SharedRead:
             self._place(number, self._received)
 
     def _place(self, number: int, data: torch.Tensor) -> None:
-        """Copy a piece to its targets. After a failure, copy nothing, but the ranks still transfer all pieces."""
+        """Copy a piece to its targets. After a failure, nothing is copied, but the ranks still transfer all pieces."""
         piece, address = self._pieces[number], data.data_ptr()
         try:
             for begin, end, to in self._wants.pop(number, ()) if self._failure is None else ():

@@ -1,9 +1,9 @@
 """Find replicated tensors: each rank sends checksums, and rank 0 replies with the groups of identical ranks.
 
-DDP, HSDP and tensor parallelism do not declare replicas, so the ranks compare. Different values with the same name are
-rejected, since a checkpoint could silently lose one of them. Ranks with the same parts of the tensors of an entry, or
-the same whole tensors, are a group of replicas. Buffers are excluded, since replicas may differ in them (running
-statistics): the checkpoint has the buffers of the lowest rank.
+DDP, HSDP and tensor parallelism do not declare replicas, so the ranks compare checksums. Ranks that hold identical
+tensors, or identical shards of tensors, for an entry form a group of replicas. Different values with the same name are
+rejected, because a checkpoint could silently lose one of them. Buffers (running statistics) are not compared, because
+they may differ between replicas: the checkpoint has the buffers of the lowest rank.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Kind: TypeAlias = tuple[str, bool]
 
 
 class HeldTensor(NamedTuple):
-    """The description of a rank's part of one tensor."""
+    """Describes the part of one tensor that a rank holds."""
 
     path: tuple[str | int, ...]
     part: Part
     shape: torch.Size
     dtype: torch.dtype
-    nbytes: int  # average bytes per rank, the same number on all ranks
-    tied: int  # number of the tensor with the same memory; otherwise the tensor's own number
+    nbytes: int  # average size of the parts of all ranks in bytes, equal on all ranks
+    tied: int  # index of the first tensor that shares this tensor's memory, or the tensor's own index
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class HeldTensor(NamedTuple):
 
 
 class EntryContents(NamedTuple):
-    """A rank's tensors of one kind of an entry."""
+    """The tensors of one entry that a rank holds: either all whole tensors or all split tensors."""
 
     pieces: list[HeldTensor]  # one item for each tensor
     checksums: list[int]  # checksums of the tensors' bytes, in the same order
@@ -63,13 +63,12 @@ class EntryContents(NamedTuple):
 def contents(
     copied: Mapping[str, Any], buffers: Collection[str], objects: Collection[str], known: Collection[str] = ()
 ) -> dict[Kind, EntryContents]:
-    """Return this rank's tensors of the entries of a staged copy, without ``buffers`` and tensors that are not dense.
+    """Return the tensors that this rank holds in a staged copy, with their checksums.
 
-    Values whose dotted names are in ``known`` are excluded.
-
-    A tensor whose name ends like a buffer's name, for example in a moving average of the module's state, counts as a
-    buffer. Values that are never sharded are compared under a separate name, without bytes: ``objects`` that JSON
-    cannot represent, tensors of subclasses, and declared parts of tensors (:mod:`.split_tensors`).
+    Buffers, tensors that are not dense, and values with dotted names in ``known`` are excluded. A tensor counts as a
+    buffer if its name ends with a buffer's name, for example in a moving average of the module's state. Some values
+    are compared but never sharded: ``objects`` that JSON cannot represent, tensors of subclasses, and declared parts
+    of tensors (:mod:`.split_tensors`). They are listed under a separate name, with size 0.
     """
     found: dict[Kind, EntryContents] = {}
     first: dict[tuple[Kind, int, torch.Size], int] = {}
@@ -117,7 +116,7 @@ def _ends_like_one(dotted: str, buffers: Collection[str]) -> bool:
 
 
 def _checksum_of_object(value: Any) -> int:
-    """Return the checksum of an object such as a tuple; 0 if its text does not show its value."""
+    """Return the checksum of an object's string, for example of a tuple; 0 if the string shows a memory address."""
     leaves, structure = pytree.tree_flatten(value)
     text = repr((structure, list(map(_text, leaves))))
     return 0 if " at 0x" in text else crc32(text.encode())
@@ -138,18 +137,18 @@ def _checksum(x: torch.Tensor) -> int:
 
 
 def _part(x: torch.Tensor, name: str) -> Part | None:
-    """Return the position of this rank's part in the whole tensor; ``None`` unless it is a single part with bytes."""
+    """Return the position of this rank's part in the whole tensor; ``None`` for several parts or a non-dense tensor."""
     if isinstance(x, DTensor):
         chunks = chunks_of(x, name)
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
-    if isinstance(x, ShardedTensor):  # does not support the calls below
+    if isinstance(x, ShardedTensor):  # a ShardedTensor raises an error in the calls below
         return None
     plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
     return Part(torch.Size([0] * x.ndim), x.shape) if plain else None
 
 
 def _parts_of(x: torch.Tensor) -> int:
-    """Return the number of parts of a tensor; 1 if each rank with the tensor has the whole tensor."""
+    """Return the number of parts into which the ranks split a tensor; 1 if each rank holds the whole tensor."""
     if not isinstance(x, DTensor):
         return 1
     split = [not each.is_replicate() for each in x.placements]
@@ -157,7 +156,7 @@ def _parts_of(x: torch.Tensor) -> int:
 
 
 def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
-    """Raise ``RankMismatchError`` if ranks have sent different values for the same name."""
+    """Raise ``RankMismatchError`` if two ranks sent different checksums for the same part of a value."""
     seen: dict[tuple[str, torch.Size], tuple[int, Any]] = {}
     wrong: list[str] = []
     for rank, of_rank in tables.items():
@@ -177,13 +176,13 @@ def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
 
 
 class BufferNames:
-    """The names of the buffers in a state, in which replicas may differ. Training thread."""
+    """Finds the names of a state's buffers, which may differ between replicas. Used on the training thread."""
 
     def __init__(self) -> None:
-        self._found: tuple[dict[str, Any], Collection[str]] | None = None  # keys of entries, and names of buffers
+        self._found: tuple[dict[str, Any], Collection[str]] | None = None  # keys of the entries, and their buffers
 
     def find(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Collection[str]:
-        """Return the names of buffers. Searches modules only if the keys of entries change, to save time."""
+        """Return the names of the buffers. Searches the modules again only if the keys of an entry have changed."""
         keys = {name: tuple(value) for name, value in captured.items() if isinstance(value, Mapping)}
         if self._found is None or self._found[0] != keys:
             self._found = keys, entries.buffers(state)
@@ -191,7 +190,7 @@ class BufferNames:
 
 
 class Place(NamedTuple):
-    """The place of a rank in a group of replicas of one kind."""
+    """The place of a rank in a group of replicas, which is a group of ranks with identical tensors."""
 
     first: int  # the lowest rank of the group
     ranks: int  # the size of the group
@@ -201,21 +200,21 @@ class Place(NamedTuple):
 class Compared(NamedTuple):
     """Rank 0's reply to a rank after a comparison."""
 
-    # the kinds in which ranks differ, for which the rank must send all its checksums
+    # kinds of tensors that differ between ranks; the rank must send all its checksums of these tensors
     differing: list[Kind]
     places: dict[Kind, Place]  # the rank's place in its group of replicas, by kind
-    mixed: set[str]  # the names that are not sharded, since they occur on ranks of different groups
+    mixed: set[str]  # names of tensors that are not sharded, because ranks of different groups hold them
 
 
 def content_digests(contents: Mapping[Kind, EntryContents]) -> dict[tuple[str, bytes], bytes]:
-    """Return the digests that must match on replicas, by the name of the entry and, for split tensors, the layout."""
+    """Return a digest of each entry's tensors, equal on all replicas. Split tensors have one digest per layout."""
     return {(name, b"" if whole else digest(each.pieces)): digest(each) for (name, whole), each in contents.items()}
 
 
 def compare(
     digests: Sequence[Mapping[tuple[str, bytes], bytes]], names: Sequence[Mapping[Kind, Sequence[str]]]
 ) -> list[Compared]:
-    """Return the reply to each rank for the ranks' digests and names. Equal ``names`` must be the same object."""
+    """Group the ranks by their digests, and return the reply to each rank. Equal ``names`` must be the same object."""
     lists = {id(one): {kind: tuple(found) for kind, found in one.items()} for one in names}
     each_once = {item for one in lists.values() for item in one.items()}
     counts = Counter(name for _, found in each_once for name in found)

@@ -1,10 +1,10 @@
 """Shard replicated tensors: each rank stages and writes only its shard.
 
-In the first save and in every ``replicas.verify_every``-th save, ranks stage all their tensors and compare them
-(:mod:`.comparing`). From the next save on, each rank stages only its shard: the bytes in order, split at rows into one
-part per rank; small tensors stay whole. Each save includes the number of the comparison, so that shards of different
-comparisons are never merged. Each save also includes a few elements of the replicated tensors, so that each save
-detects whether replicas have diverged.
+In the first save and in every ``replicas.verify_every``-th save, the ranks stage all their tensors and compare them
+(:mod:`.comparing`). In the other saves, each rank stages only its shard: about an equal portion of the bytes, split at
+rows of tensors; small tensors stay whole. With its shard, a rank sends the number of the save with the comparison, so
+that shards of different comparisons are never merged. It also sends checksums of a few elements of the replicated
+tensors, so that each save detects whether replicas have diverged.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ SAMPLES = "stagereg.samples"
 class RowSlice(NamedTuple):
     """The slice of a replicated tensor that one rank stages."""
 
-    holder: tuple[str | int, ...]  # the keys that lead to the mapping or list with the tensor, in its entry
+    holder: tuple[str | int, ...]  # the keys that lead from the entry to the mapping or list with the tensor
     key: str | int  # the key of the tensor in its holder
     shape: torch.Size  # the shape of the whole tensor
     dtype: torch.dtype
-    # the dimension, the first row and the number of rows; ``None`` if the rank stages the whole tensor, or nothing
+    # the dimension, the first row and the number of rows; ``None`` if the rank stages all rows or no rows
     rows: tuple[int, int, int] | None
     part: Part | None  # the position of the slice in the whole tensor; ``None`` if the rank stages nothing
 
@@ -64,18 +64,18 @@ class Shares(NamedTuple):
     cuts: dict[Kind, list[RowSlice]]  # slices by kind
     parts: dict[str, Part | None]  # position in the whole tensor by dotted name; ``None`` if other ranks write it
     first: dict[Kind, int]  # the lowest rank of the group of replicas, by kind
-    names: frozenset[str] = frozenset()  # dotted names of all compared values of this rank, sharded or not
+    names: frozenset[str] = frozenset()  # dotted names of all values of this rank that were compared
 
 
 class ReplicaShards(ReplicaSharding):
-    """Decides in which saves ranks compare, and which shards they write in the other saves.
+    """Decides in which saves the ranks compare tensors, and which shards they write in the other saves.
 
-    The decision depends on the results of the two previous saves, which each rank has when it writes, so all ranks
-    decide identically. If the training thread does not have these results when it stages, the rank stages the whole
-    state, and slices the copy before the write. Otherwise the rank stages only its shard.
+    The decision depends on the results of the two previous saves. When a rank writes, it has both results, so all ranks
+    decide identically. If a result has not arrived when the training thread stages, the rank stages the whole state,
+    and slices the copy before the write. Otherwise the rank stages only its shard.
 
     Args:
-        every: the ranks compare in every ``every``-th save; 0 for only the first save.
+        every: the ranks compare tensors in every ``every``-th save; with 0, only in the first save.
         share: whether replicated tensors are sharded.
     """
 
@@ -84,18 +84,18 @@ class ReplicaShards(ReplicaSharding):
         self._every = every
         self._numbers = itertools.count()
         self.buffers = BufferNames()
-        self._known: dict[int, Shares | None] = {-2: None, -1: None}  # shards that apply after the last completed saves
-        self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # last save with a comparison, and its names
+        self._known: dict[int, Shares | None] = {-2: None, -1: None}  # number of a save -> shards known after this save
+        self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # last save with a comparison; names compared
 
     def begin_save(self) -> ShardedSave:
         return ShardedSave(self, next(self._numbers))
 
     def note_compared(self, number: int, names: Iterable[str]) -> None:
-        """Record the dotted names of all values that ranks compare in a save. On rank 0."""
+        """Record the dotted names of all values that the ranks compare in a save. Called on rank 0."""
         self._compared = number, frozenset(names)
 
     def expect_not_compared(self, found_in: int, names: Iterable[tuple[int, str]]) -> None:
-        """Raise ``RankMismatchError`` if a new value of a rank was already compared among other ranks. On rank 0.
+        """Raise ``RankMismatchError`` if other ranks already compared a value that is new on a rank. Called on rank 0.
 
         Args:
             found_in: the number of the save in which the ranks compared.
@@ -106,26 +106,26 @@ class ReplicaShards(ReplicaSharding):
             if number == found_in and name in compared:
                 raise RankMismatchError(
                     f"{name!r} is new on {name_ranks([rank])}, but other ranks compared their values of that name in "
-                    "an earlier save. Nothing was written. Save again: one of the next two saves compares all values."
+                    "an earlier save. Nothing was written. Save again: within two saves, all values are compared again."
                 )
 
     def end_save(self, number: int, found: Shares | None = None, failed: bool = False) -> None:
-        """Record the result of a save when all ranks have it, and the shards found in it. Background thread.
+        """Record that a save ended on all ranks, and the shards found in it. Called on a background thread.
 
-        After a failed save, earlier shards are no longer used.
+        After a failed save, shards of earlier saves are no longer used.
         """
         after = None if failed else found or self._known.get(number - 1)
         self._known = {number - 1: self._known.get(number - 1), number: after}
 
     def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
-        """Return the slices of entries that this rank writes in a save, and its shards.
+        """Return the entries with only the slices that this rank writes in a save, and the rank's shards.
 
-        Returns ``None`` if ranks compare in this save, or if the training thread lacks the results of earlier saves.
+        Returns ``None`` if the ranks compare tensors in this save, or the result of a previous save has not arrived.
         """
         known = self._known
         if self._every > 0 and number % self._every == 0:
             return None
-        # The older result applies first, since a rank may have staged when it had only that result.
+        # Try the older result first: another rank may have had only this result when it staged.
         for before in (number - 2, number - 1):
             if before not in known:
                 return None
@@ -136,16 +136,16 @@ class ReplicaShards(ReplicaSharding):
 
 
 class _Post(NamedTuple):
-    """The message of a rank to rank 0 about its tensors."""
+    """The message about its tensors that a rank sends to rank 0."""
 
-    found_in: int  # the number of the save in which ranks compared the tensors
+    found_in: int  # the number of the save in which the ranks compared the tensors
     samples: Mapping[str, int] = {}
     differing: Sequence[EntryContents] = ()  # tensors that are new, or differ between ranks
-    digests: Mapping[tuple[str, bytes], bytes] = {}  # digests of all tensors, if ranks compare in this save
+    digests: Mapping[tuple[str, bytes], bytes] = {}  # digests of all tensors, if the ranks compare in this save
 
 
 class ShardedSave(ReplicaSave):
-    """One save, in which ranks compare tensors, or write the shards of an earlier comparison."""
+    """One save, in which the ranks either compare all tensors or write the shards that an earlier save has found."""
 
     def __init__(self, book: ReplicaShards, number: int) -> None:
         super().__init__()
@@ -153,9 +153,9 @@ class ShardedSave(ReplicaSave):
         # Written by the training thread.
         self._buffers: Collection[str] | None = None  # tensors that may differ; ``None`` if values are stale
         self._replicated: Collection[str] = ()  # entries that may be sharded
-        # Written by the training thread if it knows its shards when it stages, otherwise by the first target's thread.
+        # Written by the training thread if it has the shards when it stages, otherwise by the first target's thread.
         self._shares: Shares | None = None
-        # Written by the thread of the first target.
+        # Written by the thread that writes to the first target, for example the checkpoint directory.
         self._compares = False
         self._samples: dict[str, int] = {}
         self._contents: dict[Kind, EntryContents] = {}
@@ -179,7 +179,7 @@ class ShardedSave(ReplicaSave):
         return self._entries
 
     def post(self, objects: Collection[str]) -> WrittenShards | Question:
-        # Values that are new since the comparison are compared in each save, and not sharded.
+        # Values that are new since the last comparison are not sharded, so the ranks compare them in each save.
         known = () if self._shares is None else self._shares.names
         if self._buffers is not None:
             self._contents = contents(self._entries, self._buffers, objects, known)
@@ -195,7 +195,7 @@ class ShardedSave(ReplicaSave):
 
     def take(self, answer: Compared) -> WrittenShards:
         self._shares = shares(self.number, self._contents, answer, self._replicated)
-        if (found := cut(self._entries, self._shares)) is None:  # a container has keys that are not strings
+        if (found := cut(self._entries, self._shares)) is None:  # the state has a container with non-string keys
             self._shares, found = self._shares._replace(cuts={}, parts={}, first={}), self._entries
         self._entries = {name: value for name, value in found.items() if name != SAMPLES}
         post = _Post(self.number, differing=[self._contents[kind] for kind in answer.differing])
@@ -205,7 +205,7 @@ class ShardedSave(ReplicaSave):
         if len({each.found_in for each in posts}) > 1:
             raise RankMismatchError(
                 "The ranks disagree on which rank writes which shard of the replicated state. Nothing was written. "
-                "Save again: one of the next two saves compares all values."
+                "Save again: within two saves, all values are compared again."
             )
         if not self._compares:
             new = ((rank, piece.name) for rank in order for x in posts[rank].differing for piece in x.pieces)
@@ -219,9 +219,9 @@ class ShardedSave(ReplicaSave):
 
 
 def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
-    """Return entries with shards instead of replicated tensors, and with samples of these tensors.
+    """Return the entries with slices instead of replicated tensors, and with samples of these tensors.
 
-    Returns ``None`` if a tensor is missing, or has another shape or dtype.
+    Returns ``None`` if a tensor is missing, or if its shape or dtype has changed since the comparison.
     """
     found = dict(entries)
     for (name, _), cuts in shares.cuts.items():
@@ -241,12 +241,12 @@ def _name(kind: Kind, cut: RowSlice) -> str:
 
 
 def _local(value: Any, cut: RowSlice) -> torch.Tensor:
-    """Return this rank's local part of a tensor in its entry."""
+    """Return the part of a tensor that this rank holds. ``value`` is the entry with the tensor."""
     return local_part(functools.reduce(lambda at, step: at[step], (*cut.holder, cut.key), value)).detach()
 
 
 def _sample(value: Any, cuts: Sequence[RowSlice]) -> list[torch.Tensor]:
-    """Return some elements of some tensors; the selection is the same on all ranks and in each save."""
+    """Return a few elements of a few tensors of an entry. All ranks select the same elements in each save."""
     found = []
     for each in cuts[:: max(1, len(cuts) // _SAMPLED)]:
         x = _local(value, each)
@@ -256,7 +256,7 @@ def _sample(value: Any, cuts: Sequence[RowSlice]) -> list[torch.Tensor]:
 
 
 def _staged(value: Any, cuts: Sequence[RowSlice]) -> Any:
-    """Return an entry with shards; ``None`` if a tensor is missing, or has another shape or dtype."""
+    """Return an entry with slices instead of tensors; ``None`` if a tensor is missing or its shape or dtype differs."""
     copies: dict[tuple[str | int, ...], Any] = {(): copy.copy(value)}
     try:
         for holder, key, shape, dtype, rows, part in cuts:
@@ -283,7 +283,7 @@ def _copied(copies: dict[tuple[str | int, ...], Any], path: tuple[str | int, ...
 
 
 def sampled(copied: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum of the samples of each entry, by a name that is unique to its group of replicas."""
+    """Return the checksum of each entry's samples, by a key that is unique to the entry and its group of replicas."""
     return {
         name: functools.reduce(lambda crc, x: crc32(view_of(x.cpu().contiguous()), crc), each, 0)
         for name, each in copied.get(SAMPLES, {}).items()
@@ -305,7 +305,7 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
 
 
 def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, of: Collection[str]) -> Shares:
-    """Return this rank's shards of the replicated entries in ``of``, after the comparison in the save ``number``."""
+    """Return this rank's shards of the replicated entries ``of``, found by the comparison in save ``number``."""
     names = frozenset(piece.name for each in own.values() for piece in each.pieces)
     found = Shares(number, {}, {}, {}, names)
     for kind, (first, ranks, at) in compared.places.items():
@@ -321,12 +321,12 @@ def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, o
 
 
 def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[RowSlice]:
-    """Return the slices of rank ``index`` of ``count`` ranks.
+    """Divide the tensors among ``count`` ranks, and return the slices of rank ``index``.
 
     Uses average sizes, so that ranks with different parts of some tensors split the other tensors at the same rows.
     """
     sizes = [piece.nbytes if piece.tied == i else 0 for i, piece in enumerate(pieces)]
-    # The last rank gets the tensors at the end, also if they are empty.
+    # The end of the last rank is 1 byte larger, so that it includes empty tensors at the end.
     begin, end = (sum(sizes) * each // count + (each == count) for each in (index, index + 1))
     rows: list[tuple[int, int, int] | None] = []
     cuts: list[RowSlice] = []
@@ -347,7 +347,7 @@ def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[RowSlice
 
 
 def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
-    """Return the rows nearest to the bytes ``begin`` to ``end``; all rows of a small tensor if it begins in them."""
+    """Return the rows nearest to the bytes ``begin`` to ``end``. A small tensor that begins in them stays whole."""
     dim = next((i for i, size in enumerate(shape) if size > 1), None)
     if dim is None or nbytes < _LEAST_BYTES or not shape.numel():
         return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None
