@@ -19,7 +19,7 @@ _NOWHERE = ("192.0.2.1", "2001:db8::1")  # documentation addresses; nothing is s
 
 
 def is_one_machine() -> bool:
-    """Return whether all ranks of this run are on this machine, by the launcher's variables; False if unknown."""
+    """Return whether the launcher's environment variables show that all ranks of the run are on this machine."""
     variables = os.environ
     here = variables.get("LOCAL_WORLD_SIZE")
     if "SLURM_STEP_NUM_NODES" in variables and "TORCHELASTIC_RUN_ID" not in variables:
@@ -36,7 +36,7 @@ def loopback() -> str:
 def listen(host: str, port: int = 0) -> socket.socket:
     """Return a socket that listens on ``host``, or on all interfaces if this machine does not have that address.
 
-    Forked processes close the socket.
+    Each forked child closes its copy of the socket.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -53,15 +53,15 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def close_in_forks(opened: socket.socket) -> None:
-    """Close a socket in forked processes, since an open copy would hide the exit of this process from other ranks."""
+    """Close a socket in each forked child, since an open copy would hide the exit of this process from other ranks."""
     _open.add(opened)
 
 
 def own_address() -> str:
     """Return the address at which the other ranks of this run reach this machine. Never raises.
 
-    If all ranks are on this machine, the address is a loopback address. Otherwise it is the first existing address of:
-    the interface ``GLOO_SOCKET_IFNAME``, the route to ``MASTER_ADDR``, the default route, the loopback interface.
+    If all ranks are on this machine, return a loopback address. Otherwise return the first address that exists: of the
+    interface ``GLOO_SOCKET_IFNAME``, of the route to ``MASTER_ADDR``, of the default route, of the loopback interface.
     """
     if is_one_machine():
         return loopback()
@@ -84,7 +84,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _toward(host: str) -> str:
-    """Return this machine's source address for packets to a host; empty without a route. Sends nothing."""
+    """Return this machine's source address for packets to a host; empty if no route exists. Sends no packet."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""The command of this process: the key that identifies it in checkpoints, and the command that resumes a run."""
+"""The command line of this process: its key, which checkpoints contain, and the command line that resumes the run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def command_key() -> str:
 
 
 def is_program(key: str) -> bool:
-    """Return whether this process runs the program of a key, with any arguments. True for an empty key."""
+    """Return whether ``key`` is of the program that this process runs, with any arguments. True for an empty key."""
     return not key or key[:_HALF] == command_key()[:_HALF]
 
 
 def resume_overrides(hydra: Any, cfg: Any) -> list[str]:
-    """Return the overrides that the command of a run needs to resume it; empty if the command resumes without them."""
+    """Return the overrides to append to a run's command line to resume the run; empty if no override is needed."""
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -49,12 +49,12 @@ def resume_overrides(hydra: Any, cfg: Any) -> list[str]:
 
 
 def publish_run(directory: str, overrides: list[str]) -> None:
-    """Record the run of this process for :func:`command_to_resume`."""
+    """Record the run's directory and :func:`resume_overrides` in the environment, for :func:`command_to_resume`."""
     os.environ[_RUN] = json.dumps([directory, overrides])
 
 
 def command_to_resume(checkpoints: str) -> str:
-    """Return the text "the same command", with the overrides that it needs to resume from a checkpoint directory."""
+    """Return "the same command" for a message, with the overrides that it needs to resume from ``checkpoints``."""
     directory, overrides = json.loads(os.environ.get(_RUN, '["", []]'))
     inside = Path(checkpoints).is_relative_to(directory)
     added = [each + checkpoints * (each == _CHECKPOINTS) for each in overrides if inside or each == _AUTO]

@@ -1,4 +1,4 @@
-"""Describe exceptions, with the innermost frame of user code, and name signals."""
+"""Format exceptions for reports, with the innermost frame of user code, and return the names of signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def signal_name(number: int) -> str:
 
 
 def summarize_exception(error: BaseException, *but: str) -> str:
-    """Return the text and the origin of an exception, ``"ValueError: x (mine.py:7)"``; ignore frames in ``but``."""
+    """Return an exception's message and origin, ``"ValueError: x (mine.py:7)"``; ignore frames in the files ``but``."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
     place = place_of(error, *but)
@@ -36,7 +36,7 @@ def summarize_exception(error: BaseException, *but: str) -> str:
 
 
 def place_of(error: BaseException, *but: str) -> str:
-    """Return the origin of an exception, ``"mine.py:7"``, or an empty text; ignore frames in the files ``but``."""
+    """Return the origin of an exception, ``"mine.py:7"``; empty if unknown. Ignores frames in the files ``but``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
     own = [frame for frame in frames if not is_foreign(frame.filename)]
     # The text of a syntax error already names the file.
@@ -45,7 +45,7 @@ def place_of(error: BaseException, *but: str) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """Return the text of an error for the user: the message of the project's own errors, otherwise the traceback."""
+    """Return the message of an error of this project, or the traceback of any other error, to show to the user."""
     if isinstance(error, StageregError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
         return str(error)
     trace = error.__traceback__
@@ -56,7 +56,7 @@ def format_error(error: BaseException) -> str:
 
 
 def describe_after(error: BaseException, known: BaseException | None) -> str:
-    """Return the message of an error, or one line if it differs from the printed error ``known`` only in the step."""
+    """Return the message of ``error``; only one line if ``known``, already printed, differs only in its step number."""
     text, before = str(error), "" if known is None else str(known)
     step, other = _NOT_SAVED.match(text), _NOT_SAVED.match(before)
     if step is None or other is None or _STEP.sub("", text) != _STEP.sub("", before):

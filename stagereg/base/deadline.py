@@ -1,4 +1,4 @@
-"""A deadline for all retries of a thread."""
+"""A deadline for all retries on a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _thread = threading.local()  # the deadline of each thread's current call
 
 @contextlib.contextmanager
 def within(seconds: float) -> Generator[None, None, None]:
-    """Start no retry on this thread after ``seconds`` from now, or after an outer deadline."""
+    """Allow retries on this thread only for ``seconds`` from now, or until an earlier outer deadline."""
     before = until()
     _thread.until = min(before, time.monotonic() + seconds)
     try:
@@ -23,6 +23,6 @@ def within(seconds: float) -> Generator[None, None, None]:
 
 
 def until() -> float:
-    """Return the deadline of this thread's retries, in the seconds of ``time.monotonic()`` of this machine."""
+    """Return the deadline of retries on this thread, as a value of ``time.monotonic()``; infinity if none is set."""
     found: float = getattr(_thread, "until", math.inf)
     return found

@@ -1,6 +1,6 @@
 """Parse and write durations: ``duration("1h30m")``.
 
-Valid texts are ``30s``, ``1h30m``, ``2 days``, ``500ms``, and a number of seconds.
+Valid strings are ``30s``, ``1h30m``, ``2 days``, ``500ms``, and a number of seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _microseconds(plain: str, text: str) -> int:
 
 
 def write_duration(value: datetime.timedelta) -> str:
-    """Return the shortest text in days to seconds that :func:`duration` parses to the same duration."""
+    """Return the shortest string, in units from days to seconds, that :func:`duration` parses to ``value``."""
     left = abs(value) // datetime.timedelta(microseconds=1)
     pieces = []
     for unit in ("d", "h", "m"):

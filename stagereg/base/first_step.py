@@ -1,8 +1,8 @@
 """Detect the first step of this process. A process that exits before its first step loses no training.
 
-A step is a step of any torch optimizer, or a step that is passed to a checkpointer. After its import, torch has hooks
-for optimizer steps. Python has no callback for the end of an import, so until then an import finder, which finds no
-module, is called at each import.
+A step is a step of any torch optimizer, or a step that is passed to a checkpointer. Optimizer steps are detected with
+hooks, which can be added only after torch is imported. Python has no callback for the end of an import. So until torch
+is imported, an import finder, which never finds a module, checks at each import whether torch is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class _FirstStep:
-    """Calls functions at the first step. ``find_spec`` makes it an import finder."""
+    """Calls functions at the first step. The method ``find_spec`` makes this object an import finder."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
@@ -32,13 +32,13 @@ class _FirstStep:
             call()
 
     def forget(self) -> None:
-        self.calls = []  # the hooks remain, since the parent may hold their locks
+        self.calls = []  # the hooks remain, because the parent may have held their locks during the fork
 
     def find_spec(self, *_: object) -> None:
         torch = sys.modules.get("torch")
         if self.calls and (torch is None or getattr(getattr(torch, "__spec__", None), "_initializing", False)):
             return
-        # A new list, since the current import iterates over the old list. Set before the import of the hooks.
+        # Assign a new list, because the current import iterates over the old list. This must precede the import below.
         sys.meta_path = [each for each in sys.meta_path if each is not self]
         if self.calls:
             from stagereg.base.hooks import AFTER_STEPS
@@ -59,7 +59,7 @@ def call_at_first_step(call: Callable[[], object]) -> None:
 
 
 def take_step() -> None:
-    """Record that this process takes a step, or no longer waits for its first step. Idempotent."""
+    """Record that this process takes a step, or end the wait for its first step. Idempotent."""
     _first.take()
 
 

@@ -1,4 +1,4 @@
-"""Lets ranks that have left a plain loop in a join take part in later collectives of the loop, such as saves."""
+"""In a join, ranks that have left the training loop still take part in the loop's collectives, such as saves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Follower(Protocol):
-    """Work with collectives at a step, such as a save, in which ranks that have left the loop must take part."""
+    """An object that runs collectives in the training loop, such as a checkpointer. All ranks must take part."""
 
     def follow(self) -> None:
-        """Take part in the collectives of the loop since the last step. Called on ranks that have left the loop."""
+        """Take part in the collectives of the other ranks' last step. Called on ranks that have left the loop."""
 
     def loop_ended(self) -> None:
-        """Handle the end of the loop: all ranks have left it and have taken part in the same collectives."""
+        """Called when all ranks have left the loop. All ranks have taken part in the same collectives."""
 
 
 followers: weakref.WeakSet[Follower] = weakref.WeakSet()

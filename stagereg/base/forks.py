@@ -1,8 +1,8 @@
 """Memory and objects of a process that forks, for example for the workers of a ``DataLoader``.
 
-After a fork, the first write to each private page that the child shares costs a page fault and a new page.
-:func:`private_memory` returns pages that a child does not inherit. In the child their addresses stay reserved, so that
-no other memory is mapped at them. Reading them crashes the child.
+After a fork, parent and child share private pages, and the first write to a shared page costs a page fault and a copy.
+:func:`private_memory` returns pages that a child does not inherit. In the child, the addresses of these pages stay
+reserved, so that no other memory is mapped there. A child that accesses these addresses crashes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class RenewedInChild(Generic[T]):
-    """Objects that ``renew`` sets up again in a forked child, which does not have the threads of its parent.
+    """A set of objects that each forked child passes to ``renew``, because a child lacks the threads of its parent.
 
-    Holds weak references. Several sets renew their objects in the order in which the sets were created.
+    Holds weak references. A child processes the sets in the order in which the sets were created.
     """
 
     def __init__(self, renew: Callable[[T], object]) -> None:
@@ -38,7 +38,7 @@ class RenewedInChild(Generic[T]):
         os.register_at_fork(after_in_child=self._renew_all)
 
     def add(self, x: T) -> None:
-        """Renew an object in each child that is forked from now on."""
+        """Call ``renew`` for an object in each child that is forked from now on."""
         self._objects.add(x)
 
     def __iter__(self) -> Iterator[T]:
@@ -56,7 +56,7 @@ class PrivateMemory(mmap.mmap):
     inherited = False  # whether a child that is forked now inherits the pages
 
     def inherit(self, inherited: bool) -> None:
-        """Choose whether children that are forked from now on inherit the pages."""
+        """Set whether children that are forked from now on inherit the pages."""
         self.inherited = inherited
         self.madvise(_MADV_DOFORK if inherited else _MADV_DONTFORK)
 
@@ -75,7 +75,7 @@ def private_memory(nbytes: int) -> PrivateMemory:
 
 
 def _seal(memory: PrivateMemory) -> None:
-    """Reserve the addresses of memory that this child did not inherit. Keep the object: its destructor unmaps them."""
+    """Reserve the addresses of pages that this child lacks. Keep the object, as its destructor would unmap them."""
     if memory.inherited:
         return
     memory.inherited = True  # children of this child inherit the inaccessible pages

@@ -1,9 +1,8 @@
-"""Call bound methods before or after events of torch, on the thread of the event, as long as their owners exist.
+"""Call bound methods before or after events of torch, such as optimizer steps, while the methods' owners exist.
 
-A step of torch iterates over its dicts of hooks and raises if a dict changes during the iteration. The garbage
-collector may delete an owner at any time, even within a step. So one pair of hooks stays registered with torch.
-
-Torch has no hooks for the other events. While owners exist, functions of this module replace the methods of torch.
+A method runs on the thread of the event. torch raises an error if its dict of step hooks changes during a step. The
+garbage collector may delete an owner at any time, even during a step, so this module never removes its two hooks from
+torch. For events that have no hooks in torch, this module replaces methods of torch while owners exist.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Hooks:
 
 
 class _StepHooks(Hooks):
-    """Hooks before, or after, each step of any optimizer of the process, called with the optimizer."""
+    """Hooks that are called with the optimizer, before or after each step of any optimizer in the process."""
 
     def __init__(self, register: Callable[[Any], object]) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class _StepHooks(Hooks):
 
 
 class _MethodHooks(Hooks):
-    """Hooks before methods of torch, called with the object. A method is a pair of a class and a name."""
+    """Hooks that are called with the object before some methods of torch. A method is a pair of a class and a name."""
 
     def __init__(self, *methods: tuple[Any, str]) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ class _MethodHooks(Hooks):
 
     def _end(self) -> None:
         for kind, name, torchs, ours in self._replaced:
-            if getattr(kind, name) is ours:  # otherwise another library has replaced it
+            if getattr(kind, name) is ours:  # otherwise another library has replaced the method since
                 setattr(kind, name, torchs)
         self._replaced.clear()
 

@@ -1,7 +1,7 @@
-"""Read package metadata: the plugins that packages register as entry points, and the stagereg that they require.
+"""Read package metadata: the plugins that packages register as entry points, and which stagereg version they require.
 
-Imports nothing. Broken metadata of one distribution is reported, and does not hide other distributions. Of two
-distributions with the same name, the first on ``sys.path`` counts.
+Imports no plugin. Broken metadata of one distribution is reported, and other distributions are still read. If two
+distributions have the same name, the first on ``sys.path`` is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DISTRIBUTION = "hydra-stagereg"
 def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple[str, str]]]:
     """Return the entry points of ``group``, each with its distribution's name and version, sorted by entry point name.
 
-    The second list has the directory of each distribution that mentions the group and cannot be read, and the reason.
+    The second list has a pair (directory, reason) for each distribution that mentions the group but cannot be read.
     """
     found: dict[str, list[tuple[str, str, EntryPoint]]] = {}
     unreadable: list[tuple[str, str]] = []
@@ -31,7 +31,7 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
             if group not in (each.read_text("entry_points.txt") or ""):
                 continue
             name, _ = _identity(each)
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the name of its directory differs
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # its directory has a different name
                 each = importlib.metadata.distribution(name)
             found[normalized(name)] = [(*_identity(each), point) for point in each.entry_points.select(group=group)]
         except Exception as error:
@@ -43,12 +43,12 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
 
 
 def unmet(distribution: str) -> str:
-    """Return why an installed distribution's requirements exclude this stagereg; empty if they include it."""
+    """Return why a distribution's requirements exclude the installed version of stagereg; empty if they allow it."""
     from packaging.requirements import Requirement
 
     try:
         requirements = [Requirement(line) for line in importlib.metadata.requires(distribution) or []]
-    except Exception:  # its entry points were readable; the import reports other errors
+    except Exception:  # the import of the plugin reports any other error
         return ""
     for each in requirements:
         needed = f"{DISTRIBUTION}{each.specifier}"
@@ -76,7 +76,7 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
 
 
 def expect_installed(package: str, extra: str) -> None:
-    """Raise ``InstallationError`` unless a package is installed. A directory with its name, as of wandb, is ignored."""
+    """Raise ``InstallationError`` unless a package is installed. Ignores a directory of the same name, as of wandb."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise InstallationError(f"{package} is missing. Next to the checkout, run: pip install './stagereg[{extra}]'")

@@ -1,8 +1,8 @@
 """The machine of a run: its name, cores, memory and file systems, and the setting of the C library for staging.
 
 glibc's ``memmove`` bypasses the cache (non-temporal stores) only above a threshold that depends on the size of the
-shared cache: 99 MiB on a machine with 258 MiB. A staged copy is not read again soon, so bypassing the cache nearly
-halves the time for a tensor of a few MiB, on two threads. The threshold can only be set before a process starts.
+shared cache: 99 MiB on a machine with a cache of 258 MiB. A staged copy is not read again soon, so bypassing the cache
+nearly halves the copy time of a few MiB on two threads. The threshold can only be set before a process starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NETWORK = re.compile(
 
 
 def tunables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for a process that stages checkpoints; empty if unsupported or set by the user."""
+    """Return the environment variables that speed up staging; empty if unsupported, or if the user has set them."""
     before = environment.get(TUNABLES, "")
     if platform.machine() != "x86_64" or _THRESHOLD in before:
         return {}
@@ -69,7 +69,7 @@ def cores() -> int:
 
 
 def ranks_here(world_size: int) -> int:
-    """Return the number of ranks on this machine from the launcher's or Slurm's variables; otherwise ``world_size``."""
+    """Return the number of ranks on this machine, from the launcher's variables; ``world_size`` if unknown."""
     variables = os.environ
     if "LOCAL_WORLD_SIZE" in variables:
         return int(variables["LOCAL_WORLD_SIZE"])

@@ -1,7 +1,7 @@
-"""Write options in messages: as an override, or in Python if the program constructs the component itself.
+"""Format options for messages: as a Hydra override, or in Python if the program constructs the component itself.
 
-``checkpoint.resume=never`` is for a checkpointer that :func:`stagereg.instantiate` built from a config, and
-``resume="never"`` for a checkpointer that the program constructed with ``stagereg.Checkpointer(...)``.
+If :func:`stagereg.instantiate` built the checkpointer from a config, a message contains ``checkpoint.resume=never``; if
+the program constructed it with ``stagereg.Checkpointer(...)``, the message contains ``resume="never"``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _keys: dict[str, str] = {}
 
 @contextlib.contextmanager
 def in_config(keys: Mapping[str, str]) -> Iterator[None]:
-    """Build components of a config in a ``with`` block; ``keys`` maps the kind of a component to its config key."""
+    """Declare that a ``with`` block builds components from a config. ``keys`` maps their kinds to their config keys."""
     token = _building.set(keys)
     _keys.update(keys)
     try:
@@ -35,7 +35,7 @@ def in_config(keys: Mapping[str, str]) -> Iterator[None]:
 
 
 def constructed(kind: str) -> None:
-    """Record that the program constructs a component, unless the call is inside :func:`in_config`."""
+    """Record that the program constructs a component of a kind. Inside :func:`in_config`, this does nothing."""
     if kind not in (_building.get() or ()):
         _keys.pop(kind, None)
 
@@ -59,7 +59,7 @@ def option(name: str, *value: object) -> str:
 
 
 def choice(kind: str, name: str, **options: object) -> str:
-    """Return the syntax that selects a component of a checkpointer: ``tier=disk tier.dir=PATH``, or Python."""
+    """Return the overrides, or the Python argument, that select a component of a checkpointer: ``tier=disk``."""
     if "checkpoint" in _keys:
         return " ".join([f"{kind}={name}", *(f"{kind}.{key}={_in_config(each)}" for key, each in options.items())])
     more = "".join(f", {key}={_in_python(each)}" for key, each in options.items())

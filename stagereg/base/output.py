@@ -1,8 +1,8 @@
-"""The output of the commands: tables and lines for people, one JSON document for programs.
+"""Print the output of commands: tables and lines for people, or one JSON document for programs.
 
-A command calls :func:`table` and :func:`echo`, or, with ``--json``, :func:`as_json` once. Only a terminal gets colours.
-Long cells of the last column are wrapped, never cut. All output passes :func:`.errors.printable`, since it may contain
-text of untrusted files. Imports no slow modules.
+A command calls :func:`table` and :func:`echo`, or, with ``--json``, :func:`as_json` once. Colours are printed only on a
+terminal. Long cells in the last column are wrapped, never cut. All strings pass through :func:`.errors.printable`,
+because they may come from untrusted files. Imports no slow modules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 
 
 def echo(text: str = "", style: str = "") -> None:
-    """Print ``text``, on a terminal in a style such as ``"bold"`` or ``"bold red"``."""
+    """Print ``text``. On a terminal, it has the style ``style``, such as ``"bold"`` or ``"bold red"``."""
     print(_styled(printable(text), style))
 
 
@@ -42,22 +42,22 @@ def warn(text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: str = "") -> None:
-    """Print a table, with its title unless it is empty; cells may have several lines.
+    """Print a table. Cells may have several lines. An empty title is not printed.
 
-    ``columns`` are the headings; with ``()`` the table has none, and the first row sets the number of columns.
-    ``verdict`` is the heading of the column whose verdicts ("kept", "broken", "ok", "warn" …) are coloured.
+    ``columns`` are the headings. With ``()``, the table has no headings, and the first row sets the number of columns.
+    ``verdict`` is the heading of the column whose cells ("kept", "broken", "ok", "warn" …) are coloured.
     """
     print("\n".join(_lines(title, columns, rows, list(columns).index(verdict) if verdict else -1)))
 
 
 def as_json(data: Any) -> None:
-    """Print ``data`` as one JSON document. Values that JSON cannot represent, such as NaN, become text."""
+    """Print ``data`` as one JSON document. Values that JSON cannot represent, such as NaN, become strings."""
     text = json.dumps(json_numbers(data), indent=1, default=str, allow_nan=False)
     print(text.replace("\x7f", "\\u007f"))  # JSON leaves this control character unescaped
 
 
 def json_numbers(data: Any) -> Any:
-    """Return ``data`` with the texts ``nan``, ``inf`` and ``-inf`` instead of these numbers, which JSON lacks."""
+    """Return ``data`` with the strings "nan", "inf" and "-inf" instead of these numbers, which JSON lacks."""
     if isinstance(data, dict):
         return {key: json_numbers(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -117,6 +117,6 @@ def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ve
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """Wrap a line at words to at most ``width`` characters, with its indentation; longer words stay whole."""
+    """Wrap a line between words to at most ``width`` characters. Keeps its indentation; longer words stay whole."""
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

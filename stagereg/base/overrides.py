@@ -1,4 +1,4 @@
-"""Hydra overrides as written on the command line, and the sweep job that they identify."""
+"""Parse Hydra overrides, as written on the command line, and identify the job of a sweep by its overrides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Identity(NamedTuple):
 
     combination: frozenset[tuple[str, str]]  # key and value of each override of the program
     repeat: int = 0  # the number of the run among the runs of its combination, from 0
-    again: bool = False  # whether the job is an A/A job
+    again: bool = False  # whether the job is an A/A job: a repeated run that measures the noise between equal runs
 
     @classmethod
     def of(cls, overrides: Iterable[str]) -> Identity:
@@ -35,7 +35,7 @@ class Identity(NamedTuple):
 def raw(overrides: Any) -> list[str]:
     """Return the overrides of a job as written on the command line.
 
-    Hydra holds them in a config, and iterating over it would resolve their interpolations.
+    Hydra stores the overrides in a config. Iterating over that config would resolve interpolations in the overrides.
     """
     from omegaconf import OmegaConf
 
@@ -43,14 +43,14 @@ def raw(overrides: Any) -> list[str]:
 
 
 def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
-    """Return the overrides of the combination, the number of the repeat, and whether the job is an A/A job."""
+    """Return the program's overrides, the number of the repeat, and whether the job is an A/A job (a noise test)."""
     kept = tuple(override for override in overrides if not _MARK.fullmatch(override))
     found = {mark[1]: mark[2] for mark in map(_MARK.fullmatch, overrides) if mark is not None}
     return kept, decimal(found.get("repeat", "")) or 0, found.get("again", "").lower() == "true"
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the values of overrides by the config key that they change; Hydra uses the last value of a key."""
+    """Map each config key that overrides change to its new value. As in Hydra, the last override of a key wins."""
     parts = (override.partition("=") for override in overrides)
     keys = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
     return {key: value for key, value in keys.items() if key not in SWEEP_KEYS}

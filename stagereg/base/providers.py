@@ -1,4 +1,4 @@
-"""Find the modules of the installed extensions. A directory of ``stagereg/extensions`` may have been deleted."""
+"""Find the modules of the installed extensions. Users may delete any directory in ``stagereg/extensions``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def has(extension: str) -> bool:
 
 
 def providers(module: str) -> Iterator[ModuleType]:
-    """Import ``stagereg.extensions.EXTENSION.module`` of each extension that has such a module, by name."""
+    """Import ``stagereg.extensions.EXTENSION.MODULE`` of each extension that has such a module, sorted by extension."""
     for each in folders():
         if (_EXTENSIONS / each / f"{module}.py").is_file():
             yield importlib.import_module(f"stagereg.extensions.{each}.{module}")
 
 
 def needs(extension: str) -> str:
-    """Return the text "needs stagereg/extensions/X, which is missing ...", with advice."""
+    """Return "needs stagereg/extensions/X, which is missing ...", with advice, as part of a message."""
     how = "which is missing in this installation: reinstall stagereg, or restore that directory."
     return f"needs stagereg/extensions/{extension}, {how}"
 
 
 def missing(path: str) -> str:
-    """Return a sentence if a dotted path is in an extension of this project that is not installed; otherwise empty."""
+    """Return a sentence for a message if a dotted path is in an extension that is not installed; otherwise empty."""
     parts = path.replace(":", ".").split(".")
     if parts[:2] != ["stagereg", "extensions"] or len(parts) < 3 or has(parts[2]):
         return ""

@@ -14,10 +14,10 @@ class FailureResponse(Protocol):
         """Return whether a rank failure triggers an emergency save."""
 
     def await_saved(self) -> None:
-        """Wait for the emergency save, for a bounded time, if another rank has failed. Training thread."""
+        """If another rank has failed, wait a limited time for the emergency save. Called on the training thread."""
 
     def shorten_timeout(self) -> None:
-        """Shorten the failure detection timeout, since this process must exit. Idempotent."""
+        """Shorten the failure detection timeout, because this process must exit soon. Idempotent."""
 
 
 class _NoResponse:
@@ -34,13 +34,13 @@ _response: FailureResponse = _NoResponse()
 
 
 def response() -> FailureResponse:
-    """Return the response of this process."""
+    """Return the response of this process to rank failures."""
     return _response
 
 
 @contextlib.contextmanager
 def responding(response: FailureResponse) -> Iterator[None]:
-    """Set the response of this process within a ``with`` block."""
+    """Set the response of this process to rank failures within a ``with`` block."""
     global _response
     before, _response = _response, response
     try:

@@ -40,7 +40,7 @@ _EPOCH_S = time.time() - time.perf_counter()
 class _Recorder:
     def __init__(self, path: Path, run: str) -> None:
         self.path, self.run = path, run
-        # Reentrant, since a signal handler that emits an event may interrupt an emission.
+        # Reentrant, because a signal handler may emit an event while this thread holds the lock.
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -73,7 +73,7 @@ _recorder: _Recorder | None = None
 
 
 class LogListener(Protocol):
-    """A receiver of all values that users log, even if this process does not record."""
+    """Receives all values that users log, even if this process does not record events."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Receive the values of a step, on the thread that logs. Must neither raise nor block."""
@@ -100,9 +100,9 @@ os.register_at_fork(after_in_child=_listeners.clear)
 def recording(directory: Path, rank: int, world_size: int, run: str = "", **facts: Any) -> Iterator[None]:
     """Record the events of this process within a ``with`` block, and how the block ends.
 
-    Errors of the block propagate; the recording itself raises none. A process has one recording at a time: inside
+    Errors of the block propagate; the recording itself raises no errors. A process has one recording at a time: inside
     another recording, this function does nothing, and events go to the outer recording. ``run`` is the name of the
-    attempt (:func:`attempt_of`), by default of the first attempt of a new run. The ``start`` event includes ``facts``.
+    attempt (:func:`attempt_of`), by default the first attempt of a new run. The ``start`` event includes ``facts``.
     """
     global _recorder
     path = Path(directory) / file_name(rank)
@@ -137,7 +137,7 @@ def recording(directory: Path, rank: int, world_size: int, run: str = "", **fact
 
 
 def emit(event: str, /, **fields: Any) -> None:
-    """Record an event if this process records. Thread-safe; never raises. Unsupported JSON values become text."""
+    """Record an event if this process records. Thread-safe; never raises. Values that JSON lacks become strings."""
     if event in _LATEST and (event != "resumed" or not latest):
         latest[event] = fields
     recorder = _recorder
@@ -146,7 +146,7 @@ def emit(event: str, /, **fields: Any) -> None:
 
 
 def is_recording() -> bool:
-    """Return whether this process runs a job of ``stagereg.main``, which records its events."""
+    """Return whether this process records events, as each job of ``stagereg.main`` does."""
     return _recorder is not None
 
 
@@ -227,7 +227,7 @@ def _about_process() -> dict[str, Any]:
 def _real(name: str, value: Any) -> float:
     shape = getattr(value, "shape", None)
     if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
-        with contextlib.suppress(Exception):  # raised by the class of the value
+        with contextlib.suppress(Exception):  # a method of a user-defined class may raise any error
             return float(value.detach() if hasattr(value, "detach") else value)
     shown = f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
     raise ConfigError(f"stagereg.log: {name} must be a real number or a zero-dimensional tensor, not {shown}")
@@ -236,16 +236,16 @@ def _real(name: str, value: Any) -> float:
 def _line(fields: dict[str, Any]) -> bytes:
     try:
         text = _encode(fields)
-    except Exception:  # raised for a value: encode the fields one at a time
+    except Exception:  # a value cannot be encoded, so encode the fields one at a time
         text = _encode({str(name): plain(value) for name, value in fields.items()})
     return text.encode("ascii") + b"\n"
 
 
 def plain(value: Any) -> Any:
-    """Return the value in JSON types, with null for NaN and infinity; ``None`` if JSON cannot represent it."""
+    """Convert a value to JSON types, with null for NaN and infinity; ``None`` if JSON cannot represent the value."""
     try:
         return json.loads(json.dumps(value, default=_number_or_text, skipkeys=True), parse_constant=lambda name: None)
-    except Exception:  # the value contains itself, or a class of the user raises
+    except Exception:  # the value contains itself, or a method of a user-defined class raises
         return None
 
 
@@ -265,7 +265,7 @@ def _in_one_line(error: BaseException) -> str:
         return f"called sys.exit({error.code!r})" + (f": {error}" if isinstance(error, Stopped) else "")
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # raised by the __str__ of the class
+    except Exception:  # the method __str__ of a user-defined class raises
         lines = []
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Read single events of a record (:mod:`.record`). Parses only the needed lines, so that the start of a run is fast."""
+"""Read single events from the file of :mod:`.record`. Parses only the needed lines, so that a run starts fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 33  # largest record in bytes: 100 million steps
 def events(
     data: mmap.mmap, kind: bytes, at: int = 0, belongs: Callable[[dict[str, Any]], bool] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the readable events of a kind that ``belongs`` accepts, each with its offset. Begins at offset ``at``."""
+    """Yield each readable event of a kind, with its offset, from offset ``at`` on. ``belongs`` filters the events."""
     head = _head(kind)
     while (at := data.find(head, at)) >= 0:
         with contextlib.suppress(*MALFORMED):
@@ -31,7 +31,7 @@ def events(
 
 
 def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
-    """Return the last event of a kind in a file that an attempt, or any attempt of a run, recorded.
+    """Return the last event of a kind that ``attempt`` recorded in a file; ``attempt`` may also be the name of a run.
 
     Returns ``None`` if no such event exists, or if the file cannot be read.
     """
@@ -45,7 +45,7 @@ def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
 def last_of(
     data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any] | None:
-    """Return the last readable event of a kind that ``belongs`` accepts, at or after ``since``; otherwise ``None``."""
+    """Return the last event of a kind that ``belongs`` accepts, from offset ``since`` on; ``None`` if none exists."""
     head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
         with contextlib.suppress(*MALFORMED):
@@ -56,7 +56,7 @@ def last_of(
 
 
 def mapped(path: Path, size: int = 0) -> mmap.mmap:
-    """Map the first ``size`` bytes of a record, by default all. Raises ``OSError``, or ``ValueError`` if empty."""
+    """Memory-map the first ``size`` bytes of a file, by default all. ``ValueError`` for an empty file; ``OSError``."""
     with open(open_regular(path), "rb") as file:
         size = size or os.fstat(file.fileno()).st_size
         if size > _MOST_BYTES:
@@ -65,7 +65,7 @@ def mapped(path: Path, size: int = 0) -> mmap.mmap:
 
 
 def _head(kind: bytes) -> bytes:
-    return b'{"event":"%s",' % kind  # the format of `record`; quotes within a text would be escaped
+    return b'{"event":"%s",' % kind  # as `record` writes it; strings cannot contain it, as their quotes are escaped
 
 
 def _event(data: mmap.mmap, at: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Random numbers of a sample, derived from a seed, the epoch and the sample's index.
+"""Make the random numbers of a sample depend only on a seed, the epoch and the sample's index.
 
 A data loader's workers prefetch, and draw augmentations from their own generators, which are not checkpointed. This
 module seeds the generators before each sample, so the random numbers do not depend on the worker, the number of workers
@@ -73,7 +73,7 @@ class SeededDataset(Dataset[T]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
-        batched = getattr(self.dataset, "__getitems__", None)  # called per index: a resumed run may have other batches
+        batched = getattr(self.dataset, "__getitems__", None)  # called per index, as batches may differ after a resume
         return self._fetch(indices, (lambda index: batched([index])[0]) if batched else self.dataset.__getitem__)
 
     def _fetch(self, indices: Sequence[int], get: Callable[[int], T]) -> list[T]:
@@ -89,7 +89,7 @@ class SeededDataset(Dataset[T]):
             _set_generators(before)
 
     def _key(self, index: Any) -> str:
-        """Return the key that determines the random numbers of a sample. Raises: ``ConfigError``."""
+        """Return the key that determines a sample's random numbers. ``ConfigError`` if the epoch is unknown."""
         try:
             number = operator.index(index)
         except TypeError:
@@ -117,9 +117,9 @@ def seeded(dataset: Dataset[T] | Sequence[T], seed: int = 0) -> SeededDataset[T]
     training.
 
     Args:
-        dataset: a dataset with ``__getitem__``; the outermost one, not inside ``Subset`` or ``ConcatDataset``.
-            ``get_worker_info().dataset.dataset`` is ``dataset``.
-        seed: equal on all ranks and in the run that resumes.
+        dataset: a dataset with ``__getitem__``. Pass the outermost dataset: a ``Subset``, not the dataset inside it. In
+            a worker, ``get_worker_info().dataset.dataset`` is this dataset.
+        seed: the seed, which must be the same on all ranks and in a resumed run.
 
     Raises:
         ConfigError: the dataset is iterable, or ``seed`` is not an integer.
@@ -152,21 +152,21 @@ def _set_generators(states: tuple[torch.Tensor, Any, Any]) -> None:
 
 
 def _seed_generators(key: str) -> None:
-    digest = hashlib.blake2b(key.encode(), digest_size=28).digest()  # neighbouring indices get unrelated seeds
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))  # not torch.manual_seed: it seeds CUDA
+    digest = hashlib.blake2b(key.encode(), digest_size=28).digest()  # a hash gives neighbouring indices unrelated seeds
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))  # torch.manual_seed would also seed CUDA
     random.seed(int.from_bytes(digest[8:24], "little"))
     if numpy is not None:
         numpy.random.seed(int.from_bytes(digest[24:], "little"))
 
 
 class DrawCheck:
-    """Detects whether a dataset draws from the global generators of a loader's workers.
+    """Detects whether a dataset draws random numbers from the global generators of a data loader's workers.
 
-    Used as a loader's ``collate_fn`` and, with ``start``, its ``worker_init_fn``. In each worker, the generators are
-    compared before and after the first batch.
+    The object is the loader's ``collate_fn``, and its method ``start`` is the loader's ``worker_init_fn``. In each
+    worker, the states of the generators before and after the first batch are compared.
 
     Attributes:
-        drew: a tensor in shared memory, 1 once a worker has drawn.
+        drew: a tensor in shared memory: 1 if a worker has drawn a random number, otherwise 0.
     """
 
     def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:

@@ -1,8 +1,8 @@
 """Wait for background work at the end of a job or of the process, and report its errors.
 
-Background work outlives its call and can fail when no later call can raise the error. Therefore it registers here
-(:func:`wait_for`) and reports failures here (:func:`report_error`). ``stagereg.main`` calls :func:`finish` at the end
-of a job. In any other program, an exit handler waits, prints the failure and sets the exit code to 1.
+Background work continues after the call that started it, and can fail when no later call can raise the error. So the
+work registers with :func:`wait_for`, and reports failures with :func:`report_error`. ``stagereg.main`` calls
+:func:`finish` at the end of a job. In other programs, an exit handler waits, prints failures and exits with code 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTERRUPTED = "interrupted while background work was running: the work was abor
 
 
 class BackgroundWork(Protocol):
-    """Running work that the end of a job waits for."""
+    """Background work, such as a save, that must end before the job or the process ends."""
 
     def finish(self) -> bool:
         """Wait until the work has ended; return False if it was aborted and its thread hangs."""
@@ -55,7 +55,7 @@ class Shutdown:
             return False
 
     def take_errors(self) -> list[StageregError]:
-        """Return and clear the failures that no call has raised. The caller must report them."""
+        """Return and clear the errors that no call has raised. The caller must report them."""
         errors, self.errors = self.errors, []
         return errors
 
@@ -70,7 +70,7 @@ def wait_for(work: BackgroundWork) -> None:
 
 
 def on_failure(note: Callable[[BaseException], None]) -> None:
-    """Call the method ``note`` in :func:`note_failure`. Holds a weak reference to its object."""
+    """Register the method ``note``, which :func:`note_failure` calls. Holds a weak reference to its object."""
     _shutdown.on_failure.append(weakref.WeakMethod(note))
 
 
@@ -80,18 +80,18 @@ def report_error(error: StageregError) -> None:
 
 
 def withdraw_error(error: StageregError) -> None:
-    """Remove ``error``, because a call raises it."""
+    """Remove ``error`` from the reported errors, because a call raises it."""
     if error in _shutdown.errors:
         _shutdown.errors.remove(error)
 
 
 def set_exit_code(code: int) -> None:
-    """Set the exit code of the process, which also applies if a thread hangs or a failure is reported."""
+    """Set the exit code of the process, even if a thread hangs or an error is reported."""
     _shutdown.code = code
 
 
 def finish() -> None:
-    """Wait for all running work. Raise the first reported failure and print the others."""
+    """Wait for all background work. Print all reported errors except the first, and raise the first."""
     _shutdown.wait()
     errors = _shutdown.take_errors()
     for error in errors[1:]:
@@ -101,7 +101,7 @@ def finish() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Call the :func:`on_failure` methods with the error of the job, since the process may exit without `finish`."""
+    """Pass the job's error to the methods of :func:`on_failure`, since the process may exit without :func:`finish`."""
     for each in list(_shutdown.on_failure):
         if (note := each()) is not None:
             note(error)
@@ -116,9 +116,9 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _at_exit() -> None:
-    """Wait, print the remaining failures, and exit the process if there was a failure or if a thread hangs.
+    """Wait for all background work, and print the remaining errors.
 
-    Python ignores an exit code from an exit handler.
+    After an error, or if a thread hangs, end the process here: Python ignores the exit code of an exit handler.
     """
     ended = _shutdown.wait_at_exit()
     known = getattr(sys, "last_value", None)  # the error that ended the program and whose traceback was printed
@@ -141,7 +141,7 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# Runs before thread pools shut down, since work may need them; regular exit handlers run later.
+# The first wait precedes the shutdown of thread pools, which background work may need. Exit handlers run later.
 _register = getattr(threading, "_register_atexit", atexit.register)
 _register(lambda: _shutdown.wait_at_exit())
 atexit.register(_at_exit)

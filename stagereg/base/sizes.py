@@ -1,6 +1,6 @@
 """Parse and write sizes in bytes: ``ByteSize("4GiB")``.
 
-A size is an ``int``; only its text has a unit. In a config, an option of this type is text.
+A size is an ``int``; only its string has a unit. In a config, an option of this type is a string.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _EXAMPLES = "Write a size as 4GiB, 512MB, 1.5KiB, 100B or a plain number of byte
 
 
 class ByteSize(int):
-    """A number of bytes, constructed from text with a unit or from a number.
+    """A number of bytes, constructed from a string with a unit or from a number.
 
     ``ByteSize("4GiB") == 2**32``, ``ByteSize("1.5KB") == 1500``, ``ByteSize(512) == 512``. Units are B; KiB, MiB, GiB,
     TiB, PiB (powers of 1024); KB, MB, GB, TB, PB (powers of 1000); case-insensitive. ``str()`` returns the shortest
-    text that parses to the same size: ``"4GiB"``. Sums and products are plain ``int``.
+    string that parses to the same size: ``"4GiB"``. Sums and products are plain ``int``.
 
     Args:
-        value: the text or the number. A fraction of a unit is rounded down to whole bytes.
+        value: the string or the number. A fraction of a unit is rounded down to whole bytes.
 
     Raises:
-        ConfigError: The value is not a size, is negative, or is a fraction of a byte; the message has examples.
+        ConfigError: The value is not a size, is negative, or is a fraction of a byte. The message shows examples.
     """
 
     __slots__ = ()

@@ -1,7 +1,7 @@
 """Small files in directories to which other users may write: records, manifests, pointers, results.
 
-Reading never blocks and never follows a link. Writing creates a file under an unpredictable name, then renames the
-file. Only files with such names are deleted as leftovers. This module imports no other module of the project.
+Reading never blocks and never follows a link. Writing creates a file with an unpredictable temporary name, then renames
+the file. Only temporary files of killed processes are deleted. This module imports no other module of the project.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnfitFileError(OSError):
-    """A file that the project does not read: it is not a regular file, is too large, or belongs to another user."""
+    """Raised for a file that stagereg does not read: it is not regular, is too large, or belongs to another user."""
 
 
 def open_regular(
@@ -71,7 +71,7 @@ def open_or_make(path: str | os.PathLike[str], flags: int, mode: int = 0o666) ->
 
 
 def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES, owner: int | None = None) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes. Raises as :func:`open_regular`."""
+    """Return the content of a regular file of at most ``most`` bytes. Raises the errors of :func:`open_regular`."""
     with open(path, "rb", buffering=0, opener=functools.partial(open_regular, owner=owner)) as file:
         if os.fstat(file.fileno()).st_size <= most:
             data = bytearray()
@@ -83,11 +83,11 @@ def read_small(path: str | os.PathLike[str], most: int = MOST_BYTES, owner: int 
 
 
 def warn_skipped(path: str, error: UnfitFileError) -> None:
-    """Log that a small file is skipped, and why; each reason once per process."""
+    """Log that a small file is skipped, and why. Logs the same file and reason only once per process."""
     _warn_skipped(path, error.strerror)
 
 
-@functools.cache  # keyed by text, since a cached error would keep its traceback alive
+@functools.cache  # the key is a string, because a cached exception would keep its traceback alive
 def _warn_skipped(path: str, why: str) -> None:
     _log.warning("stagereg: skipped %s: %s. Delete it or move it away.", path, why)
 
@@ -128,13 +128,13 @@ def replace_small(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, 
 
 
 def temporary(path: str | os.PathLike[str]) -> str:
-    """Return an unpredictable name in the directory of ``path``. Creates nothing."""
+    """Return a temporary path ``.NAME.TOKEN.tmp`` next to ``path``, with a random token. Creates no file."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
 
 
 def temporary_of(name: str) -> str | None:
-    """Return the file name for which :func:`temporary` created ``name``; ``None`` for any other name."""
+    """Return NAME if ``name`` has the form ``.NAME.TOKEN.tmp`` of :func:`temporary`; otherwise return ``None``."""
     found = _OURS.fullmatch(name)
     return None if found is None else found["of"]
 

@@ -1,8 +1,8 @@
-"""The required and optional members of each kind of component, checked on a class or an object without torch.
+"""Check that a component's class or object has the members that its kind requires. Does not import torch.
 
-The protocols define the members: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
-``extensions.callbacks.on_commit``, ``checkpoint.store.keep``. This module has the names, signatures and attributes of
-the members, which the registry checks. An error shows a plugin's author the line to write.
+Protocols define the members: ``stagers.async_stager``, ``join.joinable``, ``checkpoint.storage.protocol``,
+``extensions.callbacks.on_commit``, ``checkpoint.store.keep``. This module repeats the names and signatures of the
+members, so that the registry can check them. An error shows the lines of code that are missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 
 _F = TypeVar("_F", bound=Callable[..., None])
 _MISSING = object()
-_NEAR = 0.7  # least similarity of a typo, for names with the same first letter, such as pre_hook and post_hook
+_NEAR = 0.7  # minimum similarity of a name and the suggested member, such as pre_hook and post_hook
 
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 """Keys with a meaning for Hydra in a node of a config; they are never options."""
@@ -89,7 +89,7 @@ _BASES = {
     "storage": "stagereg.checkpoint.storage.protocol.Storage",
     "tier": "stagereg.extensions.tiers.tier.Tier",
 }
-_ABSTRACT = {"stage"}  # torch's protocol only raises in these methods, so they must be overridden
+_ABSTRACT = {"stage"}  # methods that only raise an error in torch's protocol, so a component must override them
 
 
 def with_article(kind: str) -> str:
@@ -98,9 +98,9 @@ def with_article(kind: str) -> str:
 
 
 def check_component(kind: str, name: str, component: object) -> None:
-    """Call :func:`check` for a class, or for the class in the return annotation of a factory function.
+    """Check a class, or the class in the return annotation of a factory function, with :func:`check`.
 
-    Raises ``RegistryError`` for any other object, and for a parameter whose name Hydra reserves in configs.
+    Raises ``RegistryError`` also for any other object, and for a parameter name that Hydra reserves in configs.
     """
     with contextlib.suppress(TypeError, ValueError):  # a component written in C may have no signature
         names = inspect.signature(cast("Any", component)).parameters
@@ -119,7 +119,7 @@ def check_component(kind: str, name: str, component: object) -> None:
 
 
 def check(kind: str, name: str, subject: object) -> None:
-    """Check a class or an object against the members of ``kind``; the error shows the lines to write."""
+    """Raise ``RegistryError`` if a class or an object lacks members of ``kind``. The error shows the lines to write."""
     cls = subject if isinstance(subject, type) else type(subject)
     optional = OPTIONAL.get(kind, [])
     found = {line: _problem(line, subject, line in optional) for line in (*REQUIRED[kind], *optional)}
@@ -134,7 +134,7 @@ def check(kind: str, name: str, subject: object) -> None:
 
 
 def refuse_unknown(what: str, given: Collection[str], component: Callable[..., Any]) -> None:
-    """Raise ``ConfigError`` for argument names that ``component`` does not take; suggest the nearest valid name."""
+    """Raise ``ConfigError`` if ``component`` does not take an argument. The error suggests the nearest valid name."""
     parameters = inspect.signature(component).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
@@ -146,7 +146,7 @@ def refuse_unknown(what: str, given: Collection[str], component: Callable[..., A
 
 
 def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return the parameter whose dataclass has the option ``name``, and the name of that dataclass."""
+    """Return the parameter that is a dataclass with the field ``name``, and the dataclass's name; otherwise None."""
     for each in inspect.signature(component).parameters.values():
         if dataclasses.is_dataclass(each.default) and name in [one.name for one in dataclasses.fields(each.default)]:
             return each.name, type(each.default).__name__
@@ -154,7 +154,7 @@ def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str] | No
 
 
 def instead(name: str, component: Callable[..., Any], value: str) -> str:
-    """Return advice on an option that belongs to a group of ``component``; empty if no group has that option."""
+    """Return advice if ``name`` is an option in a group, such as ``restore``, of ``component``; otherwise empty."""
     found = find_group(name, component)
     return f" It is {found[0]}.{name}: {found[0]}={found[1]}({name}={value})." if found else ""
 
@@ -217,7 +217,7 @@ def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
 
 
 def _promised_class(factory: Callable[..., Any]) -> type | None:
-    """Return the concrete class in a factory's return annotation; ``None`` if the annotation has none."""
+    """Return the class in a factory's return annotation; ``None`` if the annotation names no concrete class."""
     try:
         promised = typing.get_type_hints(factory).get("return")
     except Exception:  # an annotation for type checkers only, whose names do not exist at run time

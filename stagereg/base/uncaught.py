@@ -1,6 +1,6 @@
-"""Print an uncaught error of several ranks only once. By default, Python prints its traceback on each rank.
+"""If an uncaught error ends several ranks, print its traceback only once. By default, each rank prints the traceback.
 
-Used by programs without ``stagereg.main``, whose launcher prints the errors that ranks report.
+Used in programs without ``stagereg.main``. With ``stagereg.main``, the launcher prints the errors of the ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import stagereg.base.output as output
 from stagereg.errors import StageregError
 
-_PRINTED_S = 2.0  # seconds to wait for the rank that prints; then another rank prints the error itself
+_PRINTED_S = 2.0  # seconds to wait until the chosen rank has printed the error; then this rank prints the error
 _ANSWER_S = 4.0  # seconds to wait for the rendezvous store, including waits for other ranks
-_OWN_S = 0.5  # seconds to wait for a rank that has the traceback of a cause
+_OWN_S = 0.5  # seconds to wait for the rank that has the traceback of the root cause
 _POLL_S = 0.01
 
 _hook: _Hook | None = None  # global like `sys.excepthook`
@@ -42,7 +42,7 @@ def print_once() -> None:
 
 
 class _Hook:
-    """The hook for ``sys.excepthook``."""
+    """The replacement for ``sys.excepthook``, which prints an error on only one rank."""
 
     group: Callable[[], Any]  # a weak reference, since a strong reference would keep the port of the store open
     rank: int
@@ -76,7 +76,7 @@ class _Hook:
         def ask() -> None:
             try:
                 answer.set_result(call(self.group().get_group_store()))
-            except Exception:  # raised by the store, or by a destroyed group
+            except Exception:  # the store is unreachable, or the process group was destroyed
                 answer.set_result(None)
 
         threading.Thread(target=ask, name="stagereg-uncaught", daemon=True).start()
