@@ -1,7 +1,7 @@
-"""The background thread of a process that copies parts (:mod:`.part`) to peer machines, one part at a time.
+"""The background thread of a process that copies parts to peer machines, one part at a time.
 
-The thread runs while parts wait to be copied. If a machine fails or rejects a part, the thread tries the next
-candidate. Failed copies cause a warning and an event, but never stop training.
+A part is the set of files that one rank writes in one save (:mod:`.part`). The thread runs while parts wait to be
+copied. If a peer machine fails or rejects a part, the thread tries another machine. Failures never stop training.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from stagereg.extensions.tiers.peer import Peer
 _log = logging.getLogger(__name__)
 
 _END_S = 2.0  # seconds to wait for an aborted transfer to return
-_MANY = 5  # number of saves since the last copied step at which a warning is logged
+_MANY = 5  # a warning is logged after this number of saves without a completely copied step
 
 
 class _Copying(NamedTuple):
-    """The arguments of :meth:`CopyThread.submit`."""
+    """One part in the queue, with the other arguments of :meth:`CopyThread.submit`."""
 
     part: Part
     directory: str
@@ -37,20 +37,20 @@ class _Copying(NamedTuple):
 
 
 class CopyThread:
-    """Makes the peer copies of one process. The saver thread calls the methods; they do not raise.
+    """Copies the parts of one process to peer machines. The saver thread calls the methods, which do not raise.
 
-    ``connect`` returns a connection to a machine by its name. ``folder`` records the machines that acknowledged a part.
-    ``copies`` is the number of peer copies of each part.
+    ``connect`` opens a connection to the machine with a given name. ``folder`` records which machines have acknowledged
+    a part. ``copies`` is the number of peer copies of each part.
 
     Attributes:
-        copied: whether the newest part of this rank has all its peer copies. True before the first part.
+        copied: whether the newest part of this rank has all its peer copies. True before the first part is submitted.
     """
 
     def __init__(self, connect: Callable[[str], Peer], folder: MachineFolder, copies: int) -> None:
         self._connect, self._folder, self._copies = connect, folder, copies
         self._changed = threading.Condition()
         self._waiting: deque[_Copying] = deque()
-        self._thread: threading.Thread | None = None  # set while parts wait for a copy
+        self._thread: threading.Thread | None = None  # None if no part waits to be copied
         self._peers: dict[str, Peer] = {}
         self._failing: set[str] = set()
         self.copied = True
@@ -67,7 +67,7 @@ class CopyThread:
         Args:
             part: a part that is complete on this machine, with its files in ``directory``.
             machines: the candidate machines, the preferred ones first.
-            have: the machines that still have a copy, to replace lost copies; ``None`` for a new part of this rank.
+            have: ``None`` for a new part of this rank. To replace lost copies, the machines that still have a copy.
         """
         copying = _Copying(part, directory, machines, have)
         with self._changed:
@@ -87,12 +87,12 @@ class CopyThread:
                 self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all submitted parts are copied, at most ``seconds``; return False on a timeout."""
+        """Wait until no submitted part is left to copy, at most ``seconds``. Return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, seconds)
 
     def close(self, wait_s: float = 5.0) -> None:
-        """Stop the thread; after ``wait_s`` seconds abandon the parts that are not copied. Idempotent."""
+        """Wait at most ``wait_s`` seconds for pending copies, then cancel the rest and stop the thread. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: self._thread is None, wait_s)
@@ -122,7 +122,7 @@ class CopyThread:
                     self.copied = copied
 
     def _copy(self, copying: _Copying) -> bool:
-        """Copy the part; return whether it now has the wanted number of copies."""
+        """Copy a part to the first machines that accept the part. Return whether enough machines accepted."""
         done: list[str] = []
         for machine in copying.machines:
             if len(done) < self._wanted(copying) and self._send(copying, machine, done):
@@ -176,7 +176,7 @@ class CopyLag:
             )
 
     def note_copied(self, step: int | None) -> None:
-        """Record that ``step`` had all peer copies when a save began; ``None`` for the first save."""
+        """Record that a save began after the previous ``step`` had all peer copies; ``None`` for the first save."""
         if self._late >= _MANY:
             _log.info("stagereg: the peer copies have caught up with the saves: step %s is copied.", step)
         self._late = 0

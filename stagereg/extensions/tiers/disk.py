@@ -8,10 +8,10 @@ from stagereg.registry import register
 
 @register("tier", "disk")
 class DiskTier(Tier):
-    """Stores steps in ``tier.dir`` on a local disk of each machine, with direct I/O, and flushes the files."""
+    """Stores steps in ``tier.dir``, a folder on a local disk of each machine. Uses direct I/O and flushes the files."""
 
     durable = True
 
     def prepare(self) -> str:
-        """Create the folder and return its path. Raises: ``OSError``; ``ConfigError`` if another user owns it."""
+        """Create the folder, return its path. Raises: ``ConfigError`` if another user owns the folder; ``OSError``."""
         return made(self.dir)

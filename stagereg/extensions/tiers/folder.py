@@ -1,9 +1,9 @@
-"""The parts of one run on one machine: the parts that its ranks wrote, and copies of parts from other machines.
+"""Stores the parts of one run on one machine. A part is the set of files that one rank writes in one save.
 
-All processes of the run on this machine use the same folder, ``<dir>/<run>``. A part becomes complete when its
-manifest is renamed into place, atomically. A process that dies leaves only complete parts, and incomplete files that
-:meth:`sweep` deletes. Each save has its own folder, named by its token. So no save overwrites another, and a process
-that is still running after the restart of its run writes to a folder that the new run does not read.
+The parts are written by the ranks of this machine, or copied from other machines. All processes of the run on this
+machine use one folder, ``<dir>/<run>``. A part becomes complete when its manifest is atomically renamed into place. A
+killed process leaves complete parts, and incomplete files that :meth:`sweep` deletes. Each save has a folder with a
+unique token in its name, so a process that outlives a restart of its run writes where the new run does not read.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from stagereg.extensions.tiers.part import Part, SaveId, is_manifest, manifest_n
 
 _log = logging.getLogger(__name__)
 
-NOTE = RUN  # file with the lineage of a run, in its folder and in the folder of the tier or the checkpoint directory
-BOOT = ".boot"  # file with the boot ID at which the folder of a run was created, if a reboot voids its files
-_COPIED = ".copied"  # suffix of the file that lists the machines with copies of a part
-_RECEIVED = ".received"  # suffix of the empty file that exists if a part is a copy from another machine
-_HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # folder of a save during its deletion
+NOTE = RUN  # file with the lineage of a run: in the run's folder, and in the tier's folder or checkpoint directory
+BOOT = ".boot"  # file with the machine's boot ID when the run's folder was created; only if a reboot voids the files
+_COPIED = ".copied"  # suffix of a file next to a manifest; the file lists the machines that have copies of the part
+_RECEIVED = ".received"  # suffix of an empty file next to a manifest; marks the part as a copy from another machine
+_HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # name of a save's folder while its files are deleted
 _PRIVATE = 0o600
-_MANIFEST_BYTES = 1 << 28  # maximum size of the manifest of a part; each block of 4 MiB adds about ten bytes
+_MANIFEST_BYTES = 1 << 28  # maximum size of a part's manifest, which has about ten bytes for each block of 4 MiB
 
 
 class MachineFolder:
-    """The folder of one run on this machine, with its parts. Errors are ``OSError``.
+    """The folder of one run on this machine, which stores parts. Methods raise ``OSError`` if an operation fails.
 
     Other users may be able to rename the folder, so each file is read only if this user owns the file.
 
     Args:
-        root: the folder of the tier, for all runs.
-        run: the id of the run.
-        durable: whether files are flushed, and so survive a reboot; otherwise a reboot voids the files.
+        root: the folder of the tier, which all runs share.
+        run: the ID of the run.
+        durable: whether files are flushed and survive a reboot. If not, saves from before a reboot are deleted.
     """
 
     def __init__(self, root: str, run: str, durable: bool) -> None:
         self.path, self._durable = f"{root}/{run}", durable
 
     def make(self, save: SaveId | None = None) -> None:
-        """Create the folder of the run, and of ``save``. Called before each save, since the folder may be deleted.
+        """Create the folder of the run and, if given, of ``save``. Called before each save: users may delete folders.
 
         Raises: ``CheckpointError`` if another user owns the folder or may write to it.
         """
@@ -72,7 +72,7 @@ class MachineFolder:
                 os.mkdir(self.directory(save), 0o700)
 
     def prepare(self) -> None:
-        """Create the folder, and delete the saves that a reboot voided. Raises as :meth:`make`."""
+        """Create the folder of the run, and delete saves that a reboot has voided. Raises as :meth:`make`."""
         make_private(self.path)
         since = read_own(f"{self.path}/{BOOT}").decode(errors="replace")
         if not self._durable and since != boot_id():
@@ -87,7 +87,7 @@ class MachineFolder:
         return f"{self.path}/{save.folder}"
 
     def parts(self) -> list[Part]:
-        """Return the complete parts, the latest first. The files of a complete part have the expected sizes."""
+        """Return the complete parts, the latest first. A part is complete if all its files have the expected sizes."""
         found = [part for name in self._saves() for part in _parts_in(f"{self.path}/{name}")]
         return sorted(found, key=lambda each: (each.save.order, -each.rank), reverse=True)
 
@@ -96,7 +96,7 @@ class MachineFolder:
         return _complete_part(self.directory(save), manifest_name(rank))
 
     def complete(self, part: Part, received: bool = False) -> None:
-        """Commit a part with files in :meth:`directory`, which are already flushed if the tier is durable."""
+        """Commit a part with files in :meth:`directory`. ``received``: whether another machine sent the part."""
         folder = self.directory(part.save)
         if received:
             with contextlib.suppress(FileExistsError):
@@ -107,21 +107,21 @@ class MachineFolder:
         failpoint("part")
 
     def note_copied(self, part: Part, machines: Sequence[str]) -> None:
-        """Replace the list of machines that acknowledged a copy of a part of this machine."""
+        """Record ``machines`` as all machines that have acknowledged a copy of a part of this machine."""
         self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
 
     def delete(self, saves: Collection[str], keep: bool = False) -> None:
-        """Delete the folders ``saves`` (:attr:`.SaveId.folder`), or all other saves if ``keep``. Does not raise."""
+        """Delete the saves with these folder names; with ``keep``, delete all other saves instead. Does not raise."""
         with contextlib.suppress(OSError):
             for name in self._saves():
                 if (name in saves) != keep:
-                    gone = f"{self.path}/.{name}.tmp"  # the rename makes all parts incomplete atomically
+                    gone = f"{self.path}/.{name}.tmp"  # the rename removes all parts of the save atomically
                     with contextlib.suppress(OSError):
                         os.rename(f"{self.path}/{name}", gone)
                     discard(gone)
 
     def drop(self, save: SaveId, ranks: Collection[int]) -> None:
-        """Delete the corrupt parts of these ranks in a save."""
+        """Delete the parts of ``ranks`` in a save, because these parts are corrupt."""
         for part in (self.find(save, rank) for rank in ranks):
             for name in () if part is None else (manifest_name(part.rank), *part.files):
                 discard(f"{self.directory(save)}/{name}")
@@ -142,7 +142,7 @@ class MachineFolder:
                 os.rmdir(folder)
 
     def remove(self) -> None:
-        """Delete all saves and records, and the folder if it is then empty. The caller must hold its lock."""
+        """Delete all saves and records of the run, then its folder if empty. The caller must hold the folder's lock."""
         self.delete((), keep=True)
         for name in (LOCK, NOTE, BOOT):
             discard(f"{self.path}/{name}")
@@ -183,20 +183,20 @@ def make_private(path: str) -> None:
 
 
 def read_own(path: str) -> bytes:
-    """Return the content of a file of this user; empty if the file does not exist. Raises as :func:`.read_small`."""
+    """Return the content of a file that this user owns; empty if no file exists. Raises as :func:`.read_small`."""
     with contextlib.suppress(FileNotFoundError):
         return read_small(path, owner=os.geteuid())
     return b""
 
 
 def read_part(folder: str, name: str, owner: int | None = None) -> Part:
-    """Read the manifest of a part, which ``owner`` must own. Raises as :func:`.read_small`.
+    """Read the manifest of a part. If the user ID ``owner`` is given, that user must own the file.
 
-    Also raises ``ValueError`` if the manifest is invalid or belongs to another save or rank.
+    Raises: ``ValueError`` if the manifest is invalid or belongs to another save or rank; as :func:`.read_small`.
     """
     part = Part.loads(read_small(f"{folder}/{name}", _MANIFEST_BYTES, owner))
     if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:
-        raise ValueError("manifest of another save or rank")
+        raise ValueError("the manifest belongs to another save or another rank")
     return part
 
 
@@ -225,12 +225,12 @@ def _complete_part(folder: str, name: str) -> Part | None:
 
 
 def _is_save(name: str) -> bool:
-    """Return whether a folder has the name of a save, which includes a token."""
+    """Return whether a folder name is the name of a save: a step followed by a token."""
     return step_of(name) is not None and name != plain_name(name)
 
 
 def names_part(name: str) -> bool:
-    """Return whether a file has the name of a part's manifest, which may be corrupt."""
+    """Return whether a file name is the name of a part's manifest. The manifest itself may be corrupt."""
     return is_manifest(name) and not name.startswith(".") and not name.endswith((_COPIED, _RECEIVED))
 
 

@@ -1,11 +1,11 @@
 """Merges the reports of all machines into the complete steps of the tier, and selects the steps valid for this run.
 
-A step is complete if the part of each rank exists on some machine. So the number of machines and the placement of ranks
-may change, and if a machine with old parts rejoins the run, these parts are additional copies.
+A step is complete if the part of each rank (the files that the rank saved) exists on some machine. Therefore machines
+and the placement of ranks may change between starts. Old parts of a machine that rejoins count as additional copies.
 
-*Branches.* Each start of a run begins a new branch and records the step that the branch starts from. Steps that an
-earlier branch saved beyond that step are void, on every machine. Of two valid steps, the step of the later branch is
-newer; within a branch, the step with the greater serial number. Neither clocks nor step numbers alone are compared.
+*Branches.* Each start of a run begins a new branch and records the step that the branch starts from. Later steps of
+earlier branches are void on every machine. Of two valid steps, the step of the later branch is newer. Within a branch,
+the step with the greater serial number is newer. Clocks and step numbers alone do not decide.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROLLED_BACK = "the run returned to an earlier step"
 
 @dataclass(frozen=True)
 class Lineage:
-    """The branches of a run. Each branch has a number, the step that it began from (-1 for none), and the serial
-    number of the newest checkpoint in the checkpoint directory at that time. Obsolete branches are omitted.
+    """The branches of a run. A branch consists of its number, the step from which it began (-1: no step), and the
+    serial number of the newest checkpoint in the checkpoint directory at that time. Void branches are omitted.
     """
 
     run: str
@@ -39,7 +39,7 @@ class Lineage:
         return self.branches[-1][0] if self.branches else 0
 
     def branched(self, step: int, stored: int = 0) -> Lineage:
-        """Return a lineage with a new branch from ``step``; ``stored`` is the newest serial number at that time."""
+
         kept = tuple(each for each in self.branches if each[1] < step)
         return Lineage(self.run, (*kept, (self.branch + 1, step, stored)))
 
@@ -57,7 +57,7 @@ class Lineage:
 
     @classmethod
     def loads(cls, data: bytes) -> Lineage:
-        """Parse the text of :meth:`dumps`. Raises: ``ValueError`` if the text is not a lineage."""
+        """Parse the bytes that :meth:`dumps` returned. Raises: ``ValueError`` if ``data`` is not a lineage."""
         try:
             read = json.loads(data)
             branches = tuple((number, step, stored) for number, step, stored in read["branches"])
@@ -71,11 +71,11 @@ class Lineage:
 
 
 class ReportedPart(NamedTuple):
-    """A part that a machine reports to the other machines."""
+    """The summary of a part that a machine reports to the other machines."""
 
     save: SaveId
     rank: int
-    crc32: int  # CRC-32 of the manifest, which has the checksums of all blocks
+    crc32: int  # CRC-32 of the manifest, which contains the checksums of all blocks
     files: tuple[tuple[str, FileDigest], ...]
 
 
@@ -88,7 +88,7 @@ def report(parts: Iterable[Part]) -> list[ReportedPart]:
 
 
 class TierStep(NamedTuple):
-    """A complete step: in rank order, the part of each rank and the machines that store the part."""
+    """A complete step. ``parts`` has, in rank order, the part of each rank and the machines that store the part."""
 
     save: SaveId
     parts: tuple[tuple[ReportedPart, tuple[str, ...]], ...]
@@ -103,9 +103,9 @@ class TierStep(NamedTuple):
         return Manifest(self.save.step, self.save.world_size, self.save.serial, self.files, "dcp")
 
     def without(self, bad: Collection[tuple[str, int]]) -> TierStep:
-        """Return the step without the corrupt copies ``bad``, each given as a machine and the rank of the part.
+        """Return the step without the corrupt copies ``bad``, given as pairs (machine, rank of the part).
 
-        If all copies of a part are corrupt, all are retained: each may have valid blocks that another copy lacks.
+        If all copies of a part are corrupt, all are retained, because each may have valid blocks that others lack.
         """
         parts = enumerate(self.parts)
         return TierStep(
@@ -114,7 +114,7 @@ class TierStep(NamedTuple):
 
 
 def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tuple[list[TierStep], list[str]]:
-    """Return the complete and valid steps, the newest first, and for each other step a line with the reason.
+    """Return the complete and valid steps, the newest first, and for each other step a line that reports the reason.
 
     Args:
         reports: the parts that each machine reports, by the name of the machine.
@@ -141,9 +141,9 @@ def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tu
 def missing_copies(
     step: TierStep, partners: Mapping[str, Sequence[str]], copies: int
 ) -> dict[str, dict[int, list[str]]]:
-    """Return the copies that are missing until each part has ``copies`` copies: by sender, then by rank of the part.
+    """Return the transfers that give each part ``copies`` copies, as ``{sender: {rank of the part: receivers}}``.
 
-    The first machine that has a part sends it to its partners. Existing copies are retained.
+    The first machine that has a part sends the part to its partners (:mod:`.placement`). Existing copies remain.
     """
     found: dict[str, dict[int, list[str]]] = defaultdict(dict)
     for rank, (_, machines) in enumerate(step.parts):
@@ -155,7 +155,7 @@ def missing_copies(
 
 
 def lineage_of(texts: Iterable[bytes], run: str = "") -> Lineage | None:
-    """Return the lineage with the newest branch among ``texts``; ``None`` if no text is valid.
+    """Parse ``texts``, and return the lineage with the newest branch; ``None`` if no text is a lineage.
 
     If ``run`` is given, lineages of other runs are skipped.
     """

@@ -1,7 +1,7 @@
-"""``stagereg ls`` and ``stagereg verify`` of a local tier: the steps on this machine, and the machines with copies.
+"""Implements ``stagereg ls`` and ``stagereg verify`` for a local tier: the steps on this machine and their copies.
 
-The argument is the folder of the tier (``tier.dir``), of one run in it, or of one step. The commands read only files of
-this machine, change nothing and acquire no lock. A step that a run deletes during the command is omitted.
+The argument is the folder of a tier (``tier.dir``), of one run in that tier, or of one step. The commands read only
+files of this machine, change nothing and acquire no lock. A step that a run deletes during the command is omitted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One save on this machine: its folder, its parts in rank order, and why the save is void (empty if valid)."""
+    """One save on this machine. ``parts`` is in rank order; ``void`` is why the save is void, empty if it is valid."""
 
     path: str
     parts: list[_Part]
@@ -62,7 +62,7 @@ class _Step(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key: greater for later saves, greatest for steps without a valid manifest."""
+        """The sort key, which is greater for later saves and greatest for steps without a valid manifest."""
         return (1 << 62, self.step) if self.readable is None else self.readable.save.order
 
     @property
@@ -75,7 +75,7 @@ class _Step(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state: ``corrupt``, ``unclear``, ``void``, ``unfinished``, ``copied``, or ``written`` (not copied)."""
+        """``corrupt``, ``unclear`` (inaccessible), ``void``, ``unfinished``, ``copied`` or ``written`` (not copied)."""
         if damages := self.damages.values():
             return "unclear" if all(isinstance(what, InaccessibleFile) for what in damages) else "corrupt"
         if self.void or not self.parts:
@@ -117,7 +117,7 @@ def list_steps(asked: argparse.Namespace) -> int | None:
 
 
 def verify_steps(asked: argparse.Namespace) -> int | None:
-    """Print the result of verifying the steps of a tier; return 0 if all are valid, otherwise 1.
+    """Verify the steps of a tier and print the results. Return 0 if all steps are valid, otherwise 1.
 
     Return ``None`` if ``asked.directory`` is not a tier. Raises: ``CheckpointError`` if the tier has no step.
     """
@@ -126,7 +126,7 @@ def verify_steps(asked: argparse.Namespace) -> int | None:
         return None
     steps = [step for run in runs for step in run.steps if step.parts]
     if not steps:
-        raise CheckpointError(f"The local tier in {asked.directory} has no complete part of a step on this machine.")
+        raise CheckpointError(f"The local tier in {asked.directory} has no complete data of any step on this machine.")
     bad = sum(bool(each.damages) for each in steps)
     if asked.json:
         how, found = "fast" if asked.fast else "full", [_plain(each) for each in runs]
@@ -192,7 +192,7 @@ def _cells(step: _Step, columns: Sequence[str], run: _Run, good: str = "") -> li
 
 
 def _more(step: _Step) -> str:
-    """Return why a step is void or corrupt, and the machines that have copies of its parts."""
+    """Return text for the last column: why a step is void or corrupt, and which machines have copies of its parts."""
     where: dict[str, list[int]] = defaultdict(list)
     for each in step.parts:
         copied = f"copied to {', '.join(each.copied)}" if each.copied else ""
@@ -203,7 +203,7 @@ def _more(step: _Step) -> str:
 
 
 def _judgement(run: _Run) -> str:
-    """Return a sentence on the newest step that survives a failure of this machine, as recorded here."""
+    """Return a sentence on the newest step, and on the newest step that survives a failure of this machine."""
     newest, copied = run.newest("copied", "written"), run.newest("copied")
     if newest is None:
         return "This machine has no complete step that the run can resume from."
@@ -227,7 +227,7 @@ def _age(seconds: float) -> str:
 
 
 def _runs(target: str, content: bool) -> list[_Run]:
-    """Return the runs in the folder of a tier, of one run in it, or of one step; an empty list for other folders.
+    """Return the runs in ``target``, the folder of a tier, a run or a step; an empty list for other folders.
 
     With ``content``, read every file. Raises: ``CheckpointError`` if the folder cannot be listed.
     """
@@ -251,7 +251,7 @@ def _runs(target: str, content: bool) -> list[_Run]:
 
 
 def _is_run(path: str) -> bool:
-    """Return whether a folder belongs to one run: it has the name of a run id, and has a run file or a part."""
+    """Return whether a folder belongs to one run: its name is a run ID, and it contains a run file or a part."""
     if not TOKEN.fullmatch(os.path.basename(path)) or not os.path.isdir(path):
         return False
     names = os.listdir(path)
@@ -269,7 +269,7 @@ def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> _
 
 
 def _note(path: str) -> bytes:
-    """Return the content of a small file of any user; empty if the file cannot be read."""
+    """Return the content of a small file, which any user may own; empty if the file cannot be read."""
     try:
         return read_small(path)
     except UnfitFileError as error:
@@ -294,7 +294,7 @@ def _step(path: str, lineage: Lineage | None, boot: str, look: Callable[[str], o
 
 
 def _part(folder: str, name: str, content: bool) -> _Part | None:
-    """Check a part; return ``None`` if another process deleted the part during the check."""
+    """Check a part, with ``content`` every block. Return ``None`` if another process has deleted the part meanwhile."""
     part, rank, damages, changed = None, int(name.split("-")[1].split(".")[0]), {}, 0.0
     try:
         changed = os.stat(f"{folder}/{name}").st_mtime

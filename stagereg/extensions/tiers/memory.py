@@ -14,20 +14,20 @@ from stagereg.errors import ConfigError
 from stagereg.extensions.tiers.tier import Tier, available_memory, made
 from stagereg.registry import register
 
-_RESERVE_BYTES = 1 << 29  # memory reserved for the program
+_RESERVE_BYTES = 1 << 29  # memory that saves leave free for the training program
 
 
 @register("tier", "memory")
 class MemoryTier(Tier):
     """Stores steps in memory, as files in ``/dev/shm``: the fastest tier to save to and to restore from.
 
-    The files survive crashed and killed processes and a new launcher on the same machine. They are deleted by a reboot,
-    and at the end of a container or Slurm job that owns ``dir``. A machine needs memory for ``keep * (1 + copies)``
-    times its portion of the state.
+    The files survive crashed and killed processes, and a restart of the launcher on the same machine. A reboot deletes
+    the files, as does the end of a container or Slurm job that owns ``dir``. Each machine needs memory for ``keep * (1
+    + copies)`` times the state that its ranks save.
 
     Args:
         dir: a folder in memory; by default a folder of this user in ``/dev/shm``.
-        every: see :class:`.Tier`, also for the other arguments.
+        every: see :class:`.Tier` for this and the other arguments.
     """
 
     durable = False
@@ -45,7 +45,7 @@ class MemoryTier(Tier):
         super().__init__(own if dir is None else dir, every, copies, keep, domain, host_memory)
 
     def prepare(self) -> str:
-        """Create the folder and return its path. Raises: ``ConfigError`` if it is not in memory; ``OSError``."""
+        """Create the folder and return its path. Raises: ``ConfigError`` if the folder is on a disk; ``OSError``."""
         folder = made(self.dir)
         if (kind := file_system(Path(folder))) not in ("tmpfs", "ramfs", ""):
             disk = choice("tier", "disk", dir=folder)
@@ -55,7 +55,7 @@ class MemoryTier(Tier):
         return folder
 
     def lacking(self, nbytes: int) -> str:
-        """Return why ``nbytes`` more do not fit into the folder or into memory; empty if they fit."""
+        """Return why ``nbytes`` more bytes do not fit into the folder or into free memory; empty if they fit."""
         if why := super().lacking(nbytes):
             return why
         room = available_memory()

@@ -1,4 +1,4 @@
-"""The local tier of a run on one rank: the machine's folder, the server, the copy thread, and the collectives.
+"""The local tier of a run on one rank: combines the machine's folder, the part server and the copy thread.
 
 Every rank has a :class:`LocalTier` and makes the same calls in the same order. On each machine the lowest rank, the
 *leader*, holds the lock of the folder, deletes leftovers, and reports the parts in the folder.
@@ -42,7 +42,7 @@ from stagereg.extensions.tiers.tier import Tier
 _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 32
-_SHOWN = 4  # machines named in a log line
+_SHOWN = 4  # maximum number of machines named in a log line
 
 
 class Site(NamedTuple):
@@ -60,10 +60,10 @@ class _Setup(NamedTuple):
 
 
 class _RankParts(NamedTuple):
-    """The parts that a rank reports when a save begins; each is named by the folder of its save."""
+    """The parts of a rank, which the rank reports when a save begins. A part is named by the folder of its save."""
 
     busy: bool  # whether the rank still sends copies
-    whole: tuple[str, ...]  # complete parts, in save order
+    whole: tuple[str, ...]  # complete parts, in the order of the saves
     copied: tuple[str, ...]  # complete parts with all peer copies
 
 
@@ -79,9 +79,9 @@ class LocalTier:
 
     Args:
         tier: the tier of the config.
-        ranks: the ranks that save together, in a process group of their own.
-        store: the checkpoint directory of the run, in which rank 0 records the run id and its branches.
-        shared: whether ``store`` is a checkpoint directory; otherwise each machine records both in the tier's folder.
+        ranks: the ranks that save together.
+        store: the checkpoint directory of the run, in which rank 0 records the run ID and the branches of the run.
+        shared: whether ``store`` is a shared checkpoint directory. If not, each machine records both in the tier.
 
     Attributes:
         folder: the parts on this machine.
@@ -91,7 +91,7 @@ class LocalTier:
         machines: the names of all machines.
 
     Raises:
-        CheckpointError: on all ranks, a folder cannot be created, or another process of the run holds its lock.
+        CheckpointError: on a rank, a folder cannot be created or another process holds its lock. Raised on all ranks.
     """
 
     def __init__(self, tier: Tier, ranks: RankGroup, store: CheckpointStore, shared: bool = True) -> None:
@@ -121,7 +121,7 @@ class LocalTier:
     # -- starting
 
     def _prepare(self) -> tuple[str, list[bytes], bytes]:
-        """Create the folder of the tier; return its path, the lineages recorded for this run, and a new secret."""
+        """Create the folder of the tier. Return its path, the recorded lineages of this run, and a new secret."""
         root = self.tier.prepare()
         known: list[bytes] = []
         if not self.shared:
@@ -131,14 +131,14 @@ class LocalTier:
         return root, known, secrets.token_bytes(_SECRET_BYTES)
 
     def _stored(self) -> list[bytes]:
-        """Return the lineage of this run in the checkpoint directory."""
+        """Return the lineage of this run that the checkpoint directory records, if any."""
         return _noted(f"{self._store.root}/{NOTE}", lambda _: self._store.note(NOTE, needed=True), "")
 
     def _agree(self, found: list[tuple[str, list[bytes], bytes]]) -> list[_Setup]:
-        """Return, on rank 0, the folder of each rank, the run id (new if no rank has recorded one) and the secret."""
+        """On rank 0, return the :class:`_Setup` of each rank. The run ID is new if no rank has recorded one."""
         lineages = [inventory.lineage_of(known) for _, known, _ in found]
         runs = {each.run: name_ranks([rank]) for rank, each in enumerate(lineages) if each is not None}
-        if len(runs) > 1:  # a guess could restore the state of another run
+        if len(runs) > 1:  # a wrong choice could restore the state of another run
             raise CheckpointError(
                 f"{' and '.join(runs.values())} have {NOTE} files of different runs. Without "
                 f"{option('checkpoint.dir')} this file identifies the run. Delete {NOTE} on the machines that have it "
@@ -156,11 +156,11 @@ class LocalTier:
         self.folder.make()
         self._server = PartServer(self.folder, self._secret, self.tier.durable, self.lacking)
         there = os.stat(self.folder.path)
-        machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # same folder, same id
+        machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # the same folder has the same ID
         return Site(machine, socket.gethostname(), self.tier.domain or boot_id(), self._server.address)
 
     def _place(self, sites: Sequence[Site]) -> None:
-        """Store the placement of the ranks, and the machines that receive the copies of this machine."""
+        """Derive from ``sites`` the machine of each rank, and the machines that receive copies from this machine."""
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, site in enumerate(sites):
             ranks_of[site.machine].append(rank)
@@ -175,7 +175,7 @@ class LocalTier:
         self._partners = partners(machines, self.tier.copies)
 
     def _begin(self) -> list[bytes]:
-        """Lock the folder of this machine, delete leftovers, and return the recorded lineages."""
+        """Lock the folder of this machine, delete leftovers, and return the lineages that are recorded for the run."""
         texts = self._stored() if self._ranks.rank == 0 and self.shared else []
         if self.leads:
             self._lock = StoreLock(self.folder.path)
@@ -188,13 +188,13 @@ class LocalTier:
         return texts
 
     def _connect(self, machine: str) -> Peer:
-        """Return a connection to one rank of a machine; the choice spreads the load over the ranks of the machine."""
+        """Return a connection to a rank of ``machine``. Different ranks choose different ones, to spread the load."""
         ranks = self._ranks_on[machine]
         address = self._addresses[ranks[self._ranks.rank % len(ranks)]]
         return Peer(address, self._secret)
 
     def lacking(self, nbytes: int) -> str:
-        """Return why ``nbytes`` more do not fit on this machine; empty if they fit."""
+        """Return why ``nbytes`` more bytes do not fit on this machine; empty if they fit."""
         bound = self.tier.host_memory
         if bound is not None and (used := sum(each.nbytes for each in self.folder.parts())) + nbytes > bound:
             limit = option("tier.host_memory", str(bound))
@@ -204,11 +204,11 @@ class LocalTier:
     # -- branches
 
     def resume_from(self, step: int | None) -> None:
-        """Set the step that the run resumes from, ``None`` for none. The next save voids all later steps."""
+        """Set the step from which the run resumes; ``None``: from no step. The next save voids all later steps."""
         self._origin = -1 if step is None else step
 
     def _begin_branch(self, step: int) -> None:
-        """Begin a branch from ``step``, which voids all later steps. Collective."""
+        """Record that the run continues from ``step``, which voids all later steps of earlier branches. Collective."""
 
         def newest() -> int:
             there = self._store.checkpoints()[0] if self._ranks.rank == 0 else []
@@ -232,7 +232,7 @@ class LocalTier:
     # -- saving, on the background thread
 
     def begin_save(self, step: int) -> SaveId | None:
-        """Agree on a save and delete older steps; return ``None`` if a rank still sends copies. Collective."""
+        """Begin a save and delete old steps; if a rank still sends copies, only return ``None``. Collective."""
         if self._origin is not None:
             self._begin_branch(self._origin)
 
@@ -261,7 +261,7 @@ class LocalTier:
         self._serial += 1
         self._whole = [each for each in self._whole if each.folder in turn.stay]
         self._copied &= turn.stay
-        with contextlib.suppress(OSError, CheckpointError):  # the write then fails, and reports it on all ranks
+        with contextlib.suppress(OSError, CheckpointError):  # without the folder, the write fails on all ranks
             self.folder.make(turn.save)
             if self.leads and not os.path.exists(f"{self.folder.path}/{NOTE}"):  # the folder was deleted
                 self._note()
@@ -270,7 +270,7 @@ class LocalTier:
         return turn.save
 
     def end_save(self, part: Part) -> None:
-        """Commit the part of this rank, after all ranks have written their parts, and queue its peer copies."""
+        """Commit the part of this rank and queue its peer copies. Called after all ranks have written their parts."""
         try:
             self.folder.complete(part)
         except OSError as error:
@@ -297,15 +297,15 @@ class LocalTier:
         return self._ranks.round_trip("Cannot list the steps of the local tier", look, decide, self._ranks.limit)
 
     def path_of(self, step: TierStep) -> str:
-        """Return the path of a step: its folder on the machine of rank 0, the same path on all ranks."""
+        """Return the path of a step: its folder on the machine of rank 0. All ranks return the same path."""
         return f"{self._path}/{step.save.folder}"
 
     def names(self, path: str) -> bool:
-        """Return whether a path is the path of a step of the tier, existing or not. All ranks return the same."""
+        """Return whether a path is a path of this tier's steps. The step need not exist. The same on all ranks."""
         return os.path.dirname(os.path.abspath(path)) == self._path
 
     def branch_of(self, serial: int) -> int:
-        """Return the branch that committed the checkpoint with a serial number in the checkpoint directory."""
+        """Return the number of the branch that committed checkpoint ``serial`` of the checkpoint directory."""
         return self._lineage.branch_of(serial)
 
     @contextlib.contextmanager
@@ -322,9 +322,9 @@ class LocalTier:
             yield closing.enter_context(StepReader(step, self.folder, self.here, connect))
 
     def restored(self, step: TierStep, found: Sequence[Found]) -> None:
-        """Delete corrupt copies of a restored step, and queue its missing copies before any other. Collective.
+        """Delete corrupt copies of a restored step, then queue its missing copies. Collective.
 
-        ``found`` is the :class:`.Found` of each rank, in rank order. Older steps stay until the next save begins.
+        ``found`` is what each rank read, in rank order. Older steps are not deleted until the next save begins.
         """
         own = found[self._ranks.rank]
         if self._ranks.rank == 0:
@@ -336,7 +336,7 @@ class LocalTier:
         bad = set().union(*(each.bad for each in found))
         step = step.without(bad)
         gone = [rank for machine, rank in bad if machine == self.here and machine not in step.parts[rank][1]]
-        # A machine rejects a part that it already has, so the ranks delete all corrupt copies before they send any.
+        # A machine rejects a part that it already has, so the ranks delete all corrupt copies before they send parts.
         drop = functools.partial(self.folder.drop, step.save, gone if self.leads else [])
         self._ranks.run_on_all("Cannot delete corrupt copies of the local tier", drop)
         self._whole = [step.save]
@@ -351,12 +351,12 @@ class LocalTier:
     # -- ending
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies of every rank are made or have failed. Collective. Raises: ``CheckpointError``."""
+        """Wait until all peer copies of all ranks have succeeded or failed. Collective. Raises: ``CheckpointError``."""
         limit_s = 0.9 * self._ranks.limit.total_seconds()
         self._ranks.run_on_all("The last step may lack peer copies", lambda: self._threads.wait(limit_s))
 
     def clear(self) -> None:
-        """Make :meth:`close` delete the parts on this machine, since the checkpoint directory has the last step."""
+        """Make :meth:`close` delete the parts on this machine. Called if the checkpoint directory has the last step."""
         self._is_over = True
 
     def close(self) -> None:
@@ -375,22 +375,22 @@ class LocalTier:
 
 
 def _in_common(ranks: Sequence[_RankParts]) -> tuple[list[str], list[str]]:
-    """Return the saves that are complete on all ranks, in order, and those that also have all peer copies."""
+    """Return the saves that are complete on all ranks, in order, and the subset of saves with all peer copies."""
     whole = [each for each in ranks[0].whole if all(each in rank.whole for rank in ranks)]
     return whole, [each for each in whole if all(each in rank.copied for rank in ranks)]
 
 
 def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence[str]:
-    """Return the saves to retain when a save begins: the newest saves, and at least one with all peer copies."""
-    if whole and copied and whole[-1] not in copied:  # the newest copies failed: retain the newest copied step instead
+    """Return the saves to retain when a save begins: the newest ones, or the newest one with all peer copies."""
+    if whole and copied and whole[-1] not in copied:  # copies of the newest step failed, so retain a copied step
         return copied[-1:]
     return whole[-max(most - 1, 1) :]
 
 
 def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tier.dir") -> list[bytes]:
-    """Return the recorded lineage of a run, if the file exists. Raises: ``CheckpointError`` if invalid; ``OSError``.
+    """Return the lineage in the file ``path``, in a list; an empty list if the file does not exist.
 
-    Without its lineage, the run would not find its steps, so an invalid file raises an error.
+    Raises: ``CheckpointError`` if the file is invalid, because the run would not find its steps; ``OSError``.
     """
     try:
         if text := read(path):

@@ -1,8 +1,8 @@
 """A *part*: the files that one rank writes in one save. Tiers store, copy and verify a step part by part.
 
-Like a checkpoint, a part is complete or absent: its small manifest is written last. The manifest has the checksum of
-each block of each file, computed from the staged bytes during the write. It is copied with the part, so each process
-that reads or receives a block can verify that the block has the staged bytes.
+Like a checkpoint, a part is either complete or absent, because its manifest is written last. The manifest contains the
+checksum of each block of each file, computed from the staged bytes during the write. Each copy of a part includes the
+manifest, so each process that reads or receives a block can verify that the block has the staged bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MOST_RANKS = 1 << 24
 
 
 class SaveId(NamedTuple):
-    """One save of all ranks. The step alone does not identify a save: after a rollback a step is saved again."""
+    """Identifies one save of all ranks. The step is not unique, because a step may be saved again after a rollback."""
 
-    run: str  # run id, lower-case hexadecimal
+    run: str  # run ID, lower-case hexadecimal
     branch: int  # number of the branch of the run (:class:`.Lineage`)
     serial: int  # greater for later saves of the branch
     step: int
@@ -35,7 +35,7 @@ class SaveId(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key: greater for later saves."""
+        """The sort key, which is greater for later saves."""
         return self.branch, self.serial
 
     @property
@@ -45,7 +45,7 @@ class SaveId(NamedTuple):
 
     @classmethod
     def of(cls, data: Any) -> SaveId:
-        """Return the save for a list of fields that was parsed from JSON. Raises: ``ValueError``."""
+        """Validate a list of fields that was parsed from JSON, and return the save. Raises: ``ValueError``."""
         if type(data) is not list or len(data) != len(cls._fields):
             raise ValueError(f"invalid save id: expected a list of {len(cls._fields)} fields")
         found = cls(*data)
@@ -98,7 +98,7 @@ class Part:
         return sum(each.nbytes for each in self.files.values())
 
     def dumps(self) -> str:
-        """Return the text of the manifest, which ends with a checksum of the text."""
+        """Return the manifest as JSON text. Its last field is the CRC-32 of the other fields."""
         files = {name: asdict(each) for name, each in self.files.items()}
         data = {"format": _FORMAT, "save": [*self.save], "rank": self.rank, "files": files}
         return json.dumps({**data, "crc32": crc32(json.dumps(data).encode())}) + "\n"
@@ -107,7 +107,7 @@ class Part:
     def loads(cls, text: str | bytes) -> Part:
         """Parse the text of a manifest.
 
-        Raises: ``ValueError`` if the text is not a manifest, is corrupt, or has a name that is not a plain file name.
+        Raises: ``ValueError`` if the text is not a manifest, is corrupt, or contains an unsafe file name.
         """
         try:
             data = json.loads(text)
@@ -146,5 +146,5 @@ def manifest_name(rank: int) -> str:
 
 
 def is_manifest(name: str) -> bool:
-    """Return whether the manifest of a part, or a file that accompanies a manifest, has this name."""
+    """Return whether a file with this name is the manifest of a part or accompanies such a manifest."""
     return re.fullmatch(r"\.?part-\d+\.json(\..*)?", name, re.ASCII) is not None

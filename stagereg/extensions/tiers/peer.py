@@ -19,7 +19,7 @@ from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
 _STREAMS = 3  # connections that transfer the blocks of one part concurrently
 _AHEAD = 2  # requests in flight on a connection, so that the server never waits for the next request
-_ANSWER_S = 30.0  # seconds to wait for an answer, including disk time on the other machine
+_ANSWER_S = 30.0  # seconds to wait for an answer of the server, including its disk accesses
 
 
 class Peer:
@@ -28,8 +28,8 @@ class Peer:
     ``secret`` is the secret of the run.
 
     Raises:
-        OSError: from any method, the server does not answer, is not a process of this run, or stops.
-        CheckpointError: from any method, the server rejects the request; the message has its reason.
+        OSError: in any method, if the server does not answer, is not a process of this run, or stops.
+        CheckpointError: in any method, if the server rejects the request; the message contains the reason.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -39,7 +39,7 @@ class Peer:
         self._busy = self._closed = False
 
     def part(self, save: SaveId, rank: int) -> Part | None:
-        """Return the part of a rank in a save, or ``None``. Raises: ``ValueError`` if its manifest is corrupt."""
+        """Return the part of a rank in a save; ``None`` if the server lacks it. Raises: ``ValueError`` if corrupt."""
         with self._ending():
             text = _ask(self._link(0), {"do": "part", "save": save, "rank": rank}).get("part")
             return None if text is None else Part.loads(text)
@@ -53,7 +53,7 @@ class Peer:
         known: PartFile,
         take: Callable[[int, memoryview], object],
     ) -> None:
-        """Read blocks of a file of a part, and call ``take`` with each valid block, on any thread.
+        """Read the blocks ``numbers`` of a file, and call ``take`` with each valid block, on any thread.
 
         Raises:
             CorruptCheckpointError: a block does not match its checksum.
@@ -83,10 +83,10 @@ class Peer:
             raise CorruptCheckpointError(f"CRC-32 mismatch in block {min(bad)} of {name}")
 
     def put(self, part: Part, directory: str) -> None:
-        """Send a part with files in ``directory``; return once the other machine has verified and committed the part.
+        """Send a part from the files in ``directory``. Return after the other machine has verified and committed it.
 
         Raises:
-            CheckpointError: the other machine rejects the part, for example because of a full disk or a corrupt block.
+            CheckpointError: the other machine rejects the part, for example because its disk is full.
         """
         with self._ending():
             control = self._link(0)
@@ -109,12 +109,12 @@ class Peer:
             _ask(control, {"do": "finish"})
 
     def close(self) -> None:
-        """Close the connection; calls in other threads fail. Idempotent. Thread-safe."""
+        """Close the connection. Calls that other threads are making then fail. Idempotent. Thread-safe."""
         with self._lock:
             self._closed = True
             for link in self._links.values():
                 if self._busy:
-                    link.end()  # the thread that uses it closes it
+                    link.end()  # the thread that uses the connection closes it
                 else:
                     link.close()
 
@@ -133,7 +133,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the connections after an error, since bytes may be in flight; the next call opens new ones."""
+        """Close the connections if the block raises, which may hold unread bytes. The next call opens new ones."""
         self._busy, good = True, False
         try:
             yield
@@ -172,7 +172,7 @@ class _Sending:
         return None
 
     def _send(self, link: wire.Connection, name: str, number: int) -> None:
-        if link.is_readable(0):  # before the end, the server sends only an error
+        if link.is_readable(0):  # while blocks are sent, the server sends nothing but errors
             raise CheckpointError(str(link.receive().get("error"))[:1000])
         span = self._part.files[name].block(number)
         descriptor = open_regular(f"{self._directory}/{name}", owner=os.geteuid())
@@ -184,7 +184,7 @@ class _Sending:
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:
-    """Allocate buffers of these sizes in huge pages, which the kernel provides 1.5 GiB/s faster than small pages."""
+    """Allocate buffers of these sizes in huge pages, which the kernel allocates faster than small pages."""
     if not (total := sum(sizes)):
         return [memoryview(bytearray()) for _ in sizes]
     memory = mmap(-1, total, flags=MAP_PRIVATE | MAP_ANONYMOUS)
@@ -195,7 +195,7 @@ def _memory(sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
-    """Call ``run`` concurrently with the number of each connection. Raises the first error."""
+    """Call ``run(number)`` for each connection, on one thread per connection. Raises the first error."""
     count = max(1, min(_STREAMS, blocks // 2))
     errors: list[BaseException] = []
 
@@ -219,7 +219,6 @@ def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
 
 
 def _ask(link: wire.Connection, request: dict[str, Any]) -> dict[str, Any]:
-    """Send a request and return the answer. Raises: ``OSError``; ``CheckpointError`` if the server rejects it."""
     link.send(request)
     return _answer(link)
 

@@ -1,10 +1,10 @@
 """Selects the machines that receive the peer copies of each machine.
 
-The machines are sorted by failure domain and dealt into groups of ``copies + 1``. The machines of a group copy to each
-other. Because there are few sets of partners, few combinations of failed machines lose a step (copysets: Cidon et al.,
-USENIX ATC 2013). Neighbours in the sorted order are in different groups, so a group spans the maximum number of
-domains. If the number of machines is not a multiple of the group size, the first groups are larger. The largest domain
-comes first, since a machine in a larger group has a choice of partners.
+The machines are sorted by failure domain and assigned round-robin to groups of ``copies + 1`` machines. The machines of
+a group copy to each other. Because there are few sets of partners, few combinations of failed machines lose a step
+(copysets: Cidon et al., USENIX ATC 2013). Neighbours in the sorted order are in different groups, so each group spans
+as many domains as possible. If the number of machines is not a multiple of the group size, the first groups are larger.
+The largest domain is sorted first, because machines in a larger group can choose between partners.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-_STAND_INS = 4  # maximum substitutes for failed partners of a machine
+_STAND_INS = 4  # maximum number of substitutes for the failed partners of one machine
 
 
 class Machine(NamedTuple):
@@ -24,10 +24,10 @@ class Machine(NamedTuple):
 
 
 def partners(machines: Iterable[Machine], copies: int) -> dict[str, list[str]]:
-    """Return the partners of each machine, by its name; independent of the order of ``machines``.
+    """Return the partners of each machine, by machine name. The order of ``machines`` does not affect the result.
 
-    The first ``copies`` partners receive copies (fewer in a small run). Up to 4 substitutes follow, the preferred ones
-    first, for partners that fail. If no domain has more than ``len(machines) // (copies + 1)`` machines, a machine and
+    The first ``copies`` partners receive copies (fewer in a small run). Up to 4 substitutes for failed partners follow,
+    the preferred ones first. If no domain has more than ``len(machines) // (copies + 1)`` machines, each machine and
     its partners are in ``copies + 1`` domains, and no machine receives more than ``copies`` copies.
     """
     domains = {each.name: (each.domain, "" if each.domain else each.name) for each in machines}
@@ -37,7 +37,7 @@ def partners(machines: Iterable[Machine], copies: int) -> dict[str, list[str]]:
         return {name: [] for name in order}
 
     def apart(names: list[str], *others: Collection[tuple[str, str]]) -> list[str]:
-        """Return the machines in an order in which machines of the domains ``others`` are last."""
+        """Sort the machines ``names`` so that machines in the domains ``others`` are last."""
         return sorted(names, key=lambda each: [domains[each] in some for some in others])
 
     count = max(1, len(order) // (copies + 1))

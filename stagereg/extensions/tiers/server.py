@@ -1,9 +1,10 @@
-"""The server of a process for other machines: receives copies of their parts, and sends blocks of its own parts.
+"""The part server of a process: receives copies of other machines' parts, and sends blocks of this machine's parts.
 
-Each request and each answer is a message; the field ``error`` of an answer has the reason why a request was rejected.
-``put`` announces a part. Its blocks follow on this connection and on other connections that join it with ``stream``; a
-message before each block names it. The server answers ``end`` when all blocks of a connection have arrived, and
-``finish`` when the part is complete. It writes a block only if the CRC-32 matches. :mod:`.peer` is the client.
+Requests and answers are messages (:mod:`.wire`). The answer to a rejected request has a field ``error``. The request
+``put`` starts the transfer of a part. The blocks follow on this connection and on further connections, which join with
+``stream``. A message before each block names the file and the block. The server answers ``end`` when all blocks of a
+connection have arrived, and ``finish`` when the part is complete. It writes only blocks whose CRC-32 matches.
+:mod:`.peer` is the client.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _CLOSE_S = 5.0
 
 
 class PartServer:
-    """Serves the other machines of the run until :meth:`close`, on threads of its own.
+    """Serves the other machines of the run until :meth:`close`, on background threads.
 
     A connection without the secret of the run is closed within five seconds, and uses one thread until then.
 
-    ``durable`` is whether received parts are flushed before they are acknowledged. ``room`` returns why a number of
-    bytes does not fit on this machine, or an empty text. It is called on any thread.
+    ``durable``: whether received parts are flushed before they are acknowledged. ``room(nbytes)``, called on any
+    thread, returns why ``nbytes`` bytes do not fit on this machine; an empty string if they fit.
 
     Attributes:
         address: host and port of the server for other machines.
@@ -81,7 +82,7 @@ class PartServer:
                 incoming.discard()
 
     def begin(self, part: Part) -> IncomingPart:
-        """Begin to receive a part. Raises: ``OSError``; ``CheckpointError`` for lack of space, or after close()."""
+        """Start receiving a part. Raises: ``CheckpointError`` for lack of space or after close(); ``OSError``."""
         with self._lock:
             if self._closed:
                 raise CheckpointError("this process is shutting down")
@@ -93,7 +94,7 @@ class PartServer:
             return incoming
 
     def find(self, token: str) -> IncomingPart:
-        """Return the incoming part of a token. Raises: ``CheckpointError`` if the token is unknown."""
+        """Return the part that is being received under a token. Raises: ``CheckpointError`` for an unknown token."""
         with self._lock:
             if token not in self._coming:
                 raise CheckpointError("no transfer in progress has this token")
@@ -147,11 +148,10 @@ class PartServer:
 
 
 class IncomingPart:
-    """A part during its transfer: hidden files, which become a part once all blocks have arrived and are valid.
+    """A part that is being received. Its files are hidden until all blocks have arrived and are valid. Thread-safe.
 
-    Each sender has its own hidden folder, so that concurrent and failed senders do not conflict. Thread-safe.
-
-    ``durable`` is whether the files are flushed before the commit. Any method may raise ``OSError``, such as disk full.
+    Each transfer uses a separate hidden folder, so concurrent and failed transfers of a part do not conflict.
+    ``durable``: whether the files are flushed before the commit. Any method may raise ``OSError``, such as disk full.
 
     Attributes:
         token: identifies the part; only its sender has the token.
@@ -174,7 +174,7 @@ class IncomingPart:
             write_new(f"{self._hidden}/{name}", b"", 0o600, flush=False)
 
     def write(self, name: str, number: int, block: memoryview) -> None:
-        """Write a block with a valid checksum."""
+        """Write a block, whose checksum the caller has verified."""
         at, begin = 0, self.part.files[name].block(number).start
         descriptor = os.open(f"{self._hidden}/{name}", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -215,14 +215,14 @@ class IncomingPart:
 
 
 class _Session:
-    """One connection of the server, which handles its requests in order."""
+    """Handles the requests of one connection, in order."""
 
     def __init__(self, server: PartServer, connection: wire.Connection) -> None:
         self._server, self._folder, self._connection = server, server.folder, connection
-        self._known: Part | None = None  # the part of the previous request
+        self._known: Part | None = None  # the part that the previous request named
         self._incoming: IncomingPart | None = None
-        self._owns = False  # whether the end of this connection aborts the part
-        self._block: mmap | None = None  # outside the heap, so that the memory is released after the connection
+        self._owns = False  # whether the end of this connection aborts the transfer of the part
+        self._block: mmap | None = None  # not on the heap, so that the memory is released at the end of the connection
         self._requests: dict[Any, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
             "part": self._part,
             "get": self._get,
@@ -254,7 +254,7 @@ class _Session:
                 self._server.forget(self._incoming)
 
     def _wait(self) -> None:
-        """Wait for the next request; during a put, as long as bytes arrive on any connection of the put."""
+        """Wait for the next request. Raises: ``TimeoutError`` if a transfer on any connection makes no progress."""
         while not self._connection.is_readable(None if self._incoming is None else wire.PROGRESS_S):
             if self._incoming is not None and time.monotonic() - self._incoming.touched >= wire.PROGRESS_S:
                 raise TimeoutError(f"no data was received for {wire.PROGRESS_S:g} s")

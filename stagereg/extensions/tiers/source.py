@@ -20,7 +20,7 @@ from stagereg.extensions.tiers.step_reader import BlockFile, StepReader
 
 
 class TierSource(CheckpointSource):
-    """The steps of the tier, by branch, then by step. Each precedes the same step in the checkpoint directory."""
+    """Offers steps of the tier to a restore. A step of the tier precedes the same step of the checkpoint directory."""
 
     name = "tier"
     shares_reads = False  # each rank fetches its bytes from the nearest machine that has them
@@ -63,9 +63,10 @@ class TierSource(CheckpointSource):
 def with_steps_of_tier(
     listed: Sequence[Candidate], steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
 ) -> list[Candidate]:
-    """Insert the steps of the tier into ``listed``, the newest first, by branch and step, before an equal checkpoint.
+    """Return the checkpoints ``listed`` and the steps of the tier, sorted by branch and step, the newest first.
 
-    ``steps`` maps paths to steps; ``branch_of`` returns the branch of a checkpoint by its serial number.
+    A step of the tier precedes an equal checkpoint. ``steps`` maps paths to steps. ``branch_of`` returns the branch of
+    the checkpoint with a serial number.
     """
     found = [*listed]
     for path, each in steps.items():
@@ -85,7 +86,7 @@ def _candidate(path: str, step: TierStep) -> Candidate:
 
 
 class TierFiles(CheckpointFiles):
-    """The files of a step. :meth:`plan` reads and verifies. Raises: ``CheckpointError``, ``CorruptCheckpointError``.
+    """The files of a step; :meth:`plan` reads and verifies them. Raises: ``CheckpointError`` if no machine has them.
 
     Attributes:
         reader: reads the blocks; open until the files are closed.
@@ -97,7 +98,7 @@ class TierFiles(CheckpointFiles):
         self.reader = reader
 
     def plan(self, leaves: Sequence[Leaf]) -> Transfer:
-        """Plan, and read all blocks. Raises: ``CorruptCheckpointError`` if no machine has a valid copy of a block."""
+        """Plan the restore and read its blocks. Raises: ``CorruptCheckpointError`` if a block has no valid copy."""
         transfer = super().plan(leaves)
         for name, ranges in transfer.ranges().items():
             self.reader.fetch(name, ranges)

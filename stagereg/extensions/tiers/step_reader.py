@@ -1,4 +1,4 @@
-"""Reads a step whose parts are on several machines: each block from this machine if possible, otherwise from a peer.
+"""Reads a step whose parts are on several machines: each block from this machine if possible, or from a peer.
 
 Blocks on this machine are verified in memory-mapped files. Blocks of other machines arrive over the network and are
 verified on arrival. If a block is corrupt, or a machine does not answer, the reader tries the next machine that has the
@@ -35,16 +35,16 @@ _THREADS = 4
 
 
 class Found(NamedTuple):
-    """The result of reading a step on one rank."""
+    """A summary of the reads of one step on one rank."""
 
     sources: Counter[str]  # number of bytes read from each machine
     bad: set[tuple[str, int]]  # corrupt copies, as (machine, rank of the part)
 
 
 class StepReader(ExitStack):
-    """A reader of one step on one rank; a context manager that closes its files. Only :meth:`read_into` is thread-safe.
+    """Reads one step on one rank. A context manager that closes its files. Only :meth:`read_into` is thread-safe.
 
-    ``here`` is the name of this machine, and ``folder`` has its parts. ``connect`` connects to a machine by its name.
+    ``folder`` contains the parts on this machine, ``here``. ``connect`` opens a connection to the machine with a name.
     """
 
     def __init__(self, step: TierStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:
@@ -110,7 +110,7 @@ class StepReader(ExitStack):
         return self._part(self._ranks[name]).files[name]
 
     def _part(self, rank: int) -> Part:
-        """Return the part of a rank, after comparing it with the reported CRC-32."""
+        """Return the part of a rank from the first machine whose manifest matches the reported CRC-32."""
         if rank not in self._parts:
             reported, machines = self.step.parts[rank]
             for machine in sorted(machines, key=lambda each: each != self._here):
@@ -127,7 +127,7 @@ class StepReader(ExitStack):
         return self._parts[rank]
 
     def _take_here(self, name: str, known: PartFile, numbers: Sequence[int]) -> None:
-        """Verify blocks of a file of this machine in the mapped file, and register the valid blocks."""
+        """Verify blocks of a file on this machine, which is memory-mapped, and keep the valid blocks."""
         data = self._map(name)
         if len(data) != known.nbytes:
             raise CorruptCheckpointError(f"expected {known.nbytes} bytes, got {len(data)}")
@@ -162,7 +162,7 @@ class StepReader(ExitStack):
 
 
 class BlockFile:
-    """A file of the step for transfers. Thread-safe."""
+    """One file of a step, as the source of a transfer. Thread-safe."""
 
     local = True
 

@@ -1,7 +1,7 @@
 """The local tier as a target of saves: each machine stores the files of its ranks, in the native format.
 
-The index of the entries is one more file in the part of rank 0. A step is complete once the parts of all ranks are
-complete. A save does not wait for its peer copies; the next save checks their progress.
+The index of the state entries is an additional file in the part of rank 0. A step is complete once the parts of all
+ranks are complete. A save does not wait for its peer copies; the next save checks their progress.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRIVATE = 0o600  # file mode, independent of the umask
 
 class _TierStorage(DcpStorage):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Do not access the disk: a failure during planning would also fail the save to the checkpoint directory."""
+        """Return ``plan`` without disk access: an error here would also fail the save to the checkpoint directory."""
         return plan
 
 
@@ -60,7 +60,7 @@ class TierTarget(SaveTarget):
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Omit the metadata of torch, because only this package reads a tier."""
+        """Write no metadata of torch, because only stagereg reads a tier."""
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:

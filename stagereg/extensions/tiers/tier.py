@@ -23,26 +23,26 @@ class Tier(ABC):
     """Base class of local tiers. A plugin sets ``durable`` and overrides :meth:`prepare`, which creates the folder. It
     may override :meth:`lacking` to apply limits in addition to the free space of the file system.
 
-    Promises of a tier, which ``stagereg.testing.TierContract`` checks:
+    Requirements for a tier, which ``stagereg.testing.TierContract`` checks:
 
-    1. *Construction has no effect.* The constructor takes the options below, passes them on, and accesses no disk.
+    1. *Construction has no side effects.* The constructor passes the options below to this class, and accesses no disk.
     2. *One folder per machine.* :meth:`prepare` creates the folder, for this user only, and returns the same full path
-       in every process of the machine. Several processes may call it concurrently. It does not change existing files,
-       and files survive the processes that wrote them.
-    3. *This folder or an error.* If :meth:`prepare` cannot use the folder, it raises and does not use another folder.
-    4. *Ordinary files.* Files can be flushed, locked, mapped, renamed atomically over others, and read meanwhile.
+       in every process of the machine. Several processes may call :meth:`prepare` concurrently. It does not change
+       existing files. Files survive the processes that wrote them.
+    3. *This folder or an error.* If :meth:`prepare` cannot use the folder, it raises instead of using another folder.
+    4. *Ordinary files.* Files can be flushed, locked, memory-mapped and atomically replaced while processes read them.
     5. *Space is checked first.* :meth:`lacking` reports a lack of space and changes nothing. If files still do not fit,
        the operating system raises ``OSError``.
-    6. *Durable or not*, as ``durable`` specifies.
+    6. *Durability as declared.* Flushed files survive a reboot if ``durable`` is true.
 
     Args:
         dir: the folder of the tier; each run has a subfolder.
         every: steps between saves; ``"auto"`` chooses the interval that loses the least training time.
         copies: number of peer copies of each part, on other machines; 0 makes no copies.
         keep: number of steps to retain, at least 1. An older step is deleted when a newer step is copied.
-        domain: the failure domain of this machine, such as its rack; copies go to other domains. By default the
-            domain in Slurm's topology, otherwise each machine is its own domain.
-        host_memory: maximum bytes of the files of this run on this machine; ``None`` for the free space.
+        domain: the failure domain of this machine, such as its rack; copies go to other domains. The default is the
+            domain in Slurm's topology; without Slurm, each machine is a separate domain.
+        host_memory: maximum bytes that files of this run use on this machine; ``None``: limited by the free space.
 
     Attributes:
         durable: whether flushed files survive a reboot of the machine.
@@ -83,10 +83,10 @@ class Tier(ABC):
 
     @abstractmethod
     def prepare(self) -> str:
-        """Create the folder and return its full path. Raises: ``OSError``; ``ConfigError`` if it is unsuitable."""
+        """Create the folder and return its full path. Raises: ``ConfigError`` for an unsuitable folder; ``OSError``."""
 
     def lacking(self, nbytes: int) -> str:
-        """Return why ``nbytes`` more do not fit; empty if they fit."""
+        """Return why ``nbytes`` more bytes do not fit; empty if they fit."""
         free = os.statvfs(self.dir)
         room = free.f_bavail * free.f_frsize
         if nbytes > room:
@@ -101,7 +101,7 @@ def made(path: str) -> str:
     because each run has a subfolder that only this user may write to (:func:`.folder.make_private`).
     Raises: ``OSError``; ``ConfigError`` if another user owns the folder.
     """
-    with contextlib.suppress(FileExistsError):  # the path is a dangling link or a file
+    with contextlib.suppress(FileExistsError):  # raised if the path is a dangling link or a file
         os.makedirs(path, mode=0o700, exist_ok=True)
     owners = {os.lstat(path).st_uid, os.stat(path).st_uid}
     if owners - {os.geteuid(), 0} or not os.access(path, os.W_OK | os.X_OK):

@@ -1,4 +1,4 @@
-"""The extension of a checkpointer for its local tier."""
+"""The checkpointer extension that saves to a local tier and restores from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tiering(CheckpointExtension):
-    """The local tier of one checkpointer. :meth:`targets` raises as :class:`.LocalTier`.
+    """Adds a local tier to one checkpointer. :meth:`targets` raises the errors of :class:`.LocalTier`.
 
     Args:
         tier: the tier of the config.
@@ -39,7 +39,7 @@ class Tiering(CheckpointExtension):
         self._tier, self._schedule = tier, schedule
 
     def targets(self, setup: Setup) -> list[TierTarget]:
-        """Create the tier. Acquires the lock of the run's directory, which the run holds from the start. Collective."""
+        """Lock the run's directory from the start of the run, and create the tier. Collective."""
         tier, stores = self._tier, setup.stores
         if not stores:
             failing = f"{option('tier.dir', tier.dir)} cannot be used"
@@ -98,7 +98,7 @@ class Tiering(CheckpointExtension):
 
 
 def notes_of(tier: Tier) -> str:
-    """Return the folder for the records of a run without a checkpoint directory."""
+    """Return the folder in which a run without a checkpoint directory stores its records."""
     return os.path.join(tier.dir, _NOTES)
 
 

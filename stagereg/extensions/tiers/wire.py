@@ -1,9 +1,9 @@
 """An authenticated connection between two processes of one run, with messages, raw bytes and timeouts.
 
-Both sides prove that they know the secret of the run before any other byte is read. The data is not encrypted: the
-secret rejects other programs and users, and the network of the cluster is trusted. Messages are JSON and never
-unpickled; files go from the page cache to the socket without a copy in this process. A call fails if no byte has been
-transferred for :data:`PROGRESS_S`; its total duration is not limited.
+Both sides first prove that they know the secret of the run, which excludes other programs and users. The data is not
+encrypted, because the network of the cluster is trusted. Messages are JSON and never unpickled. File content goes from
+the page cache to the socket without a copy in this process. A call fails if no byte has been transferred for
+:data:`PROGRESS_S` seconds; the total duration of a call is not limited.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Connection:
 
     def __init__(self, opened: socket.socket) -> None:
         self._socket = opened
-        opened.settimeout(None)  # the kernel waits, so that a call moves all available bytes
+        opened.settimeout(None)  # blocking, with the kernel's timeouts: one call transfers all available bytes
         limit = struct.pack("ll", int(PROGRESS_S), int(PROGRESS_S % 1 * 1e6))
         for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             opened.setsockopt(socket.SOL_SOCKET, name, limit)
-        # The kernel sizes the buffers: a requested size has a lower bound, and stops automatic growth.
+        # No buffer size is set: an explicit size has a lower maximum, and disables the automatic growth of the buffer.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a failed machine on an idle connection
         for name, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             opened.setsockopt(socket.IPPROTO_TCP, name, seconds)
 
     def send(self, message: dict[str, Any], more: bool = False) -> None:
-        """Send a message. If ``more``, the bytes of a file follow in the next call."""
+        """Send a message. ``more``: whether the next call sends the bytes of a file."""
         text = json.dumps(message).encode()
         data = memoryview(_LENGTH.pack(len(text)) + text)
         while data:
@@ -105,13 +105,13 @@ class Connection:
         return crc
 
     def is_readable(self, seconds: float | None) -> bool:
-        """Wait until data arrives or the connection is closed; return False after ``seconds`` (``None``: no limit)."""
+        """Wait until data arrives or the connection closes. Return False after ``seconds``; ``None``: wait forever."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def end(self) -> None:
-        """Shut the connection down: all calls fail, in both processes. Thread-safe."""
+        """Shut the connection down, so that all calls in both processes fail. Thread-safe."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
