@@ -1,8 +1,8 @@
-"""Give all ranks the same values of the program's own resolvers, such as ``${run_id:}``.
+"""Gives all ranks the same values of resolvers that the program has registered, such as ``${run_id:}``.
 
-Each rank composes the config itself, so a resolver that draws a random number returns a different one on each rank. The
-launcher, or rank 0 under ``torchrun``, resolves these values once, and all ranks use them. Values that depend on the
-rank number are resolved on each rank.
+Each rank composes the config itself, so a resolver that draws a random number returns a different number on each rank.
+The launcher, or rank 0 under ``torchrun``, resolves these values once, and all ranks use the result. Values that depend
+on the rank number are resolved on each rank.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 VALUES = "STAGEREG_VALUES"
 """Environment variable in which a launcher passes :func:`resolved` values to its ranks. Other users cannot read it."""
-_CALL = re.compile(r"\$\{\s*(?!oc\.|hydra:|now:)[^\W\d][\w.]*\s*:")  # a resolver that is not of Hydra or OmegaConf
+_CALL = re.compile(r"\$\{\s*(?!oc\.|hydra:|now:)[^\W\d][\w.]*\s*:")  # a resolver outside Hydra and OmegaConf
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _NO_RANK = "<no rank>"
 _LONGEST = 4096  # maximum characters of a value; an environment variable holds up to 128 KiB
 
 
 def resolved(cfg: Any) -> list[tuple[list[str | int], str]]:
-    """Return the path and the JSON text of each resolved value. Values that depend on the rank are omitted."""
+    """Resolve the values in ``cfg``. Return the path and the JSON text of each value that is the same on all ranks."""
     from hydra.core.utils import env_override
 
     if not (paths := _paths(cfg)):
@@ -34,7 +34,7 @@ def resolved(cfg: Any) -> list[tuple[list[str | int], str]]:
 
 
 def take(cfg: Any, values: list[tuple[list[str | int], str]]) -> list[str]:
-    """Write :func:`resolved` values into the config; return the keys whose resolver returns a different value here."""
+    """Write :func:`resolved` values into the config. Return the keys whose values differed on this rank."""
     from omegaconf import read_write
 
     paths, differing = _paths(cfg), []
@@ -65,7 +65,7 @@ def _paths(cfg: Any) -> list[list[str | int]]:
 
 
 def _text(cfg: Any, path: list[str | int]) -> str | None:
-    """Return the value at a path as JSON; ``None`` if the value cannot be resolved, or JSON would change it."""
+    """Return the value at a path as JSON; ``None`` if the value cannot be resolved or JSON cannot represent it."""
     from omegaconf import OmegaConf
 
     try:

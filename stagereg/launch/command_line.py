@@ -1,4 +1,4 @@
-"""The command line of this program, and the command line of its ranks.
+"""Derives the command line of the ranks from the command line of this program.
 
 Ranks run the same script in the same interpreter with the overrides of one job. Options that only the launcher uses,
 such as Hydra's launcher and sweeper, are omitted. Ranks use the launcher's run directory.
@@ -17,12 +17,12 @@ from typing import Any
 from stagereg.base.overrides import quoted, raw
 
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
-"""Keys and groups under ``hydra`` that are not passed to ranks."""
+"""Keys and groups in the config node ``hydra`` that the launcher does not pass to ranks."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The command that started this program: ``start``, up to its script or module, and Hydra's own ``flags``."""
+    """The command that started this program: ``start`` up to the script or module, and the ``flags`` for Hydra."""
 
     start: tuple[str, ...]
     flags: tuple[str, ...]
@@ -57,7 +57,7 @@ class CommandLine:
 
 
 def number(cfg: Any, key: str, default: float) -> Any:
-    """Return a number from a config, such as ``nproc``; parse a string, which ``${oc.env:N}`` resolves to."""
+    """Return a number from a config, such as ``nproc``. Parses strings, because ``${oc.env:N}`` is a string."""
     from omegaconf import OmegaConf
 
     value = OmegaConf.select(cfg, key, default=default)

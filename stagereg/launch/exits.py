@@ -1,4 +1,4 @@
-"""The last output line of a run that saves and exits, or stops, after a signal."""
+"""Prints the last output line of a run that exits after a signal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The interfaces through which extensions plug into the launcher and into a rank.
+"""The interfaces that an extension implements to take part in the launcher and in each rank.
 
-An extension implements them in its module ``launching``: ``launcher()`` returns a new :class:`LaunchExtension`,
-``rank()`` a new :class:`RankExtension`. Both functions are optional. Extensions are called in the order of their names.
+The module ``launching`` of an extension defines two optional functions: ``launcher()`` returns a new
+:class:`LaunchExtension`, and ``rank()`` returns a new :class:`RankExtension`. Extensions are called sorted by name.
 If :meth:`LaunchExtension.check` or :meth:`RankExtension.around` raises, the run fails. An exception in any other method
 is logged, and the method counts as returning ``None``.
 """
@@ -29,7 +29,7 @@ _E = TypeVar("_E")
 _T = TypeVar("_T")
 
 _ACTS_ON = {"restarts": ("0", "recovery"), "heartbeat_timeout": ("10s", "recovery")}
-"""Options that extensions implement: the default value, which needs no extension, and the name of the extension."""
+"""Options that an extension implements: the default, which works without that extension, and the extension's name."""
 
 
 class Start(NamedTuple):
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 
 
 class Process(Protocol):
-    """The process of a rank; the methods are those of :class:`subprocess.Popen`."""
+    """The process of a rank, with the methods of :class:`subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -99,7 +99,7 @@ class End:
         texts = {
             rank: f"killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
             for rank, code in self.codes.items()
-            if not self.errors or code < 0  # a reported error explains its exit code
+            if not self.errors or code < 0  # reported errors explain positive exit codes
         } | self.errors
         causes_first = sorted(texts, key=lambda rank: (self.codes.get(rank, 0) >= 0, rank))
         return "\n".join(f"rank {rank}: {texts[rank]}" for rank in causes_first)
@@ -129,7 +129,7 @@ class LaunchExtension:
     """The hooks of an extension in the launcher, called on its main thread. The defaults do nothing."""
 
     def check(self, cfg: Any) -> bool:
-        """Check the options of the run; return whether the run needs a launcher even for one rank.
+        """Check the options of the run. Return whether the run needs a launcher even if it has one rank.
 
         Called first, before any rank is started. If no launcher is needed, no other method is called.
 
@@ -139,27 +139,27 @@ class LaunchExtension:
         return False
 
     def variables(self) -> Mapping[str, str]:
-        """Return environment variables for the ranks. Called before each attempt."""
+        """Return environment variables for the ranks. Called before each start of the ranks."""
         return {}
 
     def start(self, rank: int, start: Start) -> Process | None:
-        """Start a rank. If every extension returns ``None``, the launcher starts the rank in a fresh interpreter."""
+        """Start a rank, or return ``None``. If all extensions return ``None``, the launcher starts an interpreter."""
         return None
 
     def poll(self, attempt: Attempt) -> None:
-        """Run periodic work while the ranks run. Called several times a second; must not block."""
+        """Do periodic work while the ranks run. Called several times per second. Must not block."""
 
     def ending(self, end: End) -> bool:
-        """Return whether the launcher terminates running ranks immediately, before they can report errors.
+        """Return whether the launcher terminates the running ranks immediately, before they can report errors.
 
         Called when a rank has failed or all ranks have exited. ``end.errors`` is still empty.
         """
         return False
 
     def after(self, end: End) -> Again | Refusal | Exit | None:
-        """Decide how the run continues after a failed or signalled attempt. ``None``: leave it to other extensions.
+        """Decide whether the run continues after a failure or signal. ``None`` leaves the decision to other extensions.
 
-        Called in each task, after all ranks of the task have exited. The first decision counts.
+        Called in each task of a scheduler's job, after all ranks of the task have exited. The first decision counts.
         """
         return None
 
@@ -168,14 +168,14 @@ class LaunchExtension:
 
 
 class Cause(NamedTuple):
-    """The failure of other ranks that makes this rank fail."""
+    """The failure of other ranks that caused the failure of this rank."""
 
     text: str  # one or more sentences
-    seen: bool  # whether the launcher of the failed ranks detects the same failure
+    seen: bool  # whether the launcher of the failed ranks also detects this failure
 
 
 class ThisRank(Protocol):
-    """The interface of this process's rank for extensions (:class:`stagereg.launch.rank.Rank`)."""
+    """The rank in this process, as extensions see it. Implemented by :class:`stagereg.launch.rank.Rank`."""
 
     @property
     def rank(self) -> int: ...
@@ -190,79 +190,79 @@ class ThisRank(Protocol):
     def store(self) -> RunStore: ...  # the rendezvous store, with the keys of this attempt
 
     def note(self, why: str) -> None:
-        """Report to all extensions why this attempt fails. Thread-safe."""
+        """Notify all extensions why this start of the run fails. Thread-safe."""
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save, then exit this rank, whose training thread may hang on a failed rank. Called on an extension's thread.
+        """Call ``save``, then exit this rank, whose training thread may hang. Called on an extension's thread.
 
-        If the rank exits within ``mercy_s`` seconds after the save, it reports its own error instead.
+        If the rank exits within ``mercy_s`` seconds after the save, it reports its own error instead of ``cause``.
         """
 
 
 class RankExtension:
-    """The hooks of an extension in one rank, called in its process. The defaults do nothing. No hook is collective."""
+    """The hooks of an extension in the process of one rank. The defaults do nothing. No hook is collective."""
 
     def began(self) -> None:
-        """Prepare the process of the launcher or of a rank. Called first, on the main thread. Idempotent."""
+        """Prepare this process, a launcher or a rank. Called first, on the main thread. Idempotent."""
 
     def marked(self, moment: str) -> None:
-        """Record that this process has ``imported``, ``connected``, ``composed`` or ``grouped``. Main thread."""
+        """Record that this process has ``imported`` modules, ``connected`` to the rendezvous store, ``composed`` the
+        config, or ``grouped`` (initialized the process group). Called on the main thread.
+        """
 
     def around(self, rank: ThisRank, cfg: Any) -> AbstractContextManager[object]:
-        """Return a context manager around the process group and the job of this rank. Training thread.
+        """Return a context manager in which this rank runs its job. Entered on the training thread.
 
-        The process group does not exist yet when the context is entered. Not called in a process that is the only rank
-        and has no launcher.
+        The context is entered before the process group exists. Not called if the only rank has no launcher.
         """
         return nullcontext()
 
     def recording(self, directory: str, attempt: str, rank: int) -> None:
-        """Prepare for the event record that this rank is about to begin in ``directory``. Training thread."""
+        """Prepare for the event record that this rank begins next, in ``directory``. Called on the training thread."""
 
     def noted(self, rank: ThisRank, why: str) -> None:
-        """Record the reason that this rank reports for the failed attempt. Any thread; the store may be unreachable."""
+        """Record why this rank fails. Called on any thread. The rendezvous store may be unreachable."""
 
     def failed_ranks(self) -> Collection[int]:
-        """Return the failed ranks that this rank has detected. Any thread; must not block."""
+        """Return the failed ranks that this rank has detected. Called on any thread. Must not block."""
         return ()
 
     def ending(self, error: Exception) -> None:
-        """Wait, for a bounded time, for work that needs the process group. Training thread.
-
-        Another rank's failure caused ``error``.
+        """Wait, for a bounded time, for work that needs the process group. Called on the training thread, after
+        ``error``, which another rank's failure caused.
         """
 
     def cause(self) -> Cause | None:
-        """Return the failure of other ranks; may wait for some seconds until it is detected. Any thread."""
+        """Return the failure of other ranks, if any. May wait some seconds for its detection. Called on any thread."""
         return None
 
     def leave(self) -> None:
-        """Record that this process exits normally and has not failed. Training thread. Idempotent."""
+        """Record that this process exits without a failure. Called on the training thread. Idempotent."""
 
 
 @functools.cache
 def rank_extensions() -> tuple[RankExtension, ...]:
-    """Return the extensions of this process, which is at most one rank."""
+    """Return the rank extensions of this process, creating them in the first call."""
     return tuple(each.rank() for each in providers("launching") if hasattr(each, "rank"))
 
 
 def launch_extensions() -> tuple[LaunchExtension, ...]:
-    """Return new extensions for a launcher."""
+    """Create and return the extensions of a launcher."""
     return tuple(each.launcher() for each in providers("launching") if hasattr(each, "launcher"))
 
 
 def answers(extensions: Iterable[_E], ask: Callable[[_E], _T | None]) -> list[_T]:
-    """Call ``ask`` with each extension; return the results that are not ``None``. Exceptions are logged."""
+    """Call ``ask(extension)`` for each extension. Return the results except ``None``. Exceptions are logged."""
     return [answer for each in extensions if (answer := _answer(each, ask)) is not None]
 
 
 def first(extensions: Iterable[_E], ask: Callable[[_E], _T | None]) -> _T | None:
-    """Call ``ask`` with each extension until a result is not ``None``; return this result. Exceptions are logged."""
+    """Call ``ask(extension)`` until a result is not ``None``, and return this result. Exceptions are logged."""
     return next((answer for each in extensions if (answer := _answer(each, ask)) is not None), None)
 
 
 def begin() -> None:
-    """Notify the extensions that this process begins. Main thread. Idempotent."""
+    """Notify the extensions that this process begins. Called on the main thread. Idempotent."""
     answers(rank_extensions(), lambda each: each.began())
 
 
@@ -272,7 +272,7 @@ def mark(moment: str) -> None:
 
 
 def expect_installed(cfg: Any) -> None:
-    """Raise ``LaunchError`` for an option whose extension is not installed."""
+    """Raise ``LaunchError`` if the config sets an option whose extension is not installed."""
     from omegaconf import OmegaConf
 
     for key, (neutral, extension) in _ACTS_ON.items():

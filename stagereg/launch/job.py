@@ -1,4 +1,4 @@
-"""The environment of a rank's job: the rendezvous store, the process group, and the event record."""
+"""Sets up the environment of a rank's job: the rendezvous store, the process group, and the event record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def open_store(rank: int, world_size: int) -> Any:
-    """Connect to the rendezvous store, over loopback on one machine. Rank 0 opens it unless the launcher did."""
+    """Connect to the rendezvous store, which rank 0 opens if no launcher has. On one machine, use loopback."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
@@ -32,18 +32,18 @@ def open_store(rank: int, world_size: int) -> Any:
         os.environ["MASTER_ADDR"] = host = loopback()
         if rank == 0:
             port = int(os.environ["MASTER_PORT"])
-            with contextlib.suppress(OSError):  # torch then reports the error, or connects to its store on this port
+            with contextlib.suppress(OSError):  # torch then reports the error, or connects to a store on this port
                 own: Any = {"multi_tenant": True, "master_listen_fd": listen(host, port).detach()}
                 return TCPStore(host, port, world_size, True, default_pg_timeout, **own)
     return next(iter(rendezvous("env://")))[0]
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:
-    """Return a name for this attempt that is the same on all its ranks and differs from earlier attempts on ``store``.
+    """Return a name for this start of the ranks, the same on all ranks and different from earlier starts on ``store``.
 
-    torchelastic's restart count is not unique: if one agent restarts because another agent did, it does not count the
-    restart. So each process draws a number, and rank 0's number is the name. Rank 0 sends the name to every number that
-    was drawn, until all ranks have read it. No process reads the name of an earlier attempt.
+    torchelastic's restart count is not unique, because an agent does not count restarts that another agent causes.
+    Therefore each process draws a number, and rank 0's number is the name. Rank 0 publishes the name under every number
+    that was drawn, until all ranks have read the name. So no process reads the name of an earlier start.
     """
     mine = store.add("drawn", 1)
     if rank > 0:
@@ -66,7 +66,7 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
 def run_recorded(
     task: Callable[[Any], Any], cfg: Any, attempt: str = "", extensions: Sequence[RankExtension] | None = None
 ) -> Any:
-    """Run the job, and record its events and the name of the accelerator in the directory of Hydra's job.
+    """Run the job, and record its events and the name of the accelerator in the output directory of Hydra.
 
     ``attempt`` is the argument ``run`` of :func:`stagereg.base.record.recording`.
     """
@@ -89,7 +89,7 @@ def run_recorded(
 
 @contextlib.contextmanager
 def process_group(store: Any, rank: int, world_size: int, local_rank: int, local_world_size: int) -> Iterator[None]:
-    """Initialise the process group for the job: gloo for CPU tensors, plus the accelerator's own backend."""
+    """Initialise the process group for the job: gloo for CPU tensors, plus the backend of the accelerator."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def process_group(store: Any, rank: int, world_size: int, local_rank: int, local
 
 
 def for_json(value: Any) -> Any:
-    """Convert a value to JSON types, and a one-element tensor to a number; ``None`` if JSON cannot represent it."""
+    """Convert a value to JSON types, with numbers for one-element tensors. Return ``None`` if JSON does not fit."""
     try:
         return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
     except (AttributeError, TypeError, ValueError, RuntimeError):

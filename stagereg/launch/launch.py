@@ -1,9 +1,9 @@
-"""The launcher starts local ranks with the command line of this program, and waits until they exit.
+"""The launcher: starts local ranks with the command line of this program, and waits until they exit.
 
-Each rank is a fresh interpreter that composes the same config again, so the typed config is never pickled. The launcher
-creates the run directory and ``.hydra``, and opens the rendezvous store (:mod:`stagereg.launch.run_store`). If a job of
-a scheduler has several tasks, each task starts the ranks of its machine, and the first task opens the store. Extensions
-decide how the run continues after a failure (:class:`.LaunchExtension`).
+Each rank is a new interpreter that composes the same config again, so the typed config is never pickled. The launcher
+creates the run directory and ``.hydra``, and opens the rendezvous store (:mod:`stagereg.launch.run_store`). If a
+scheduler's job has several tasks, each task starts the ranks of its machine, and the first task opens the store.
+Extensions decide whether and how the run continues after a failure (:class:`.LaunchExtension`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from stagereg.launch.rank import ATTEMPT, LAUNCHER, SECRET
 from stagereg.launch.run_store import NEXT_START, TIME_TO_END, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask, meet, open_store
 
-_LEAVE_S = 60.0  # seconds that a task waits for the other tasks to end, since one of them hosts the store
+_LEAVE_S = 60.0  # seconds that a task waits for the other tasks to end, because one of them hosts the store
 _MORE_S = 5.0  # seconds for running ranks to report errors and exit after a rank was killed
 _RANKS_PER_CORE = 4  # maximum number of local ranks for each core
 
 
 class RanksFailedError(LaunchError):
-    """Ranks of a job failed. The message lists each cause once, with its rank."""
+    """Ranks of a job failed. The message lists each error once, with the rank that raised it."""
 
 
 def checked_nproc(value: Any) -> int:
@@ -52,11 +52,11 @@ def checked_nproc(value: Any) -> int:
 
 
 def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int, extensions: Sequence[LaunchExtension]) -> Any:
-    """Run one job on ``nproc`` fresh local ranks and return rank 0's value, once all ranks have exited.
+    """Run one job on ``nproc`` new local ranks. Return rank 0's value after all ranks have exited.
 
     If a scheduler's job has several tasks, each task runs ``nproc`` ranks, and only the first task returns a value.
-    Raises ``SystemExit`` after a signal that stopped the run or made all ranks save and exit. ``extensions`` have
-    already checked the config. They may start a failed run again.
+    Raises ``SystemExit`` after a signal that stopped the run or made all ranks save and exit. The caller has called
+    :meth:`.LaunchExtension.check` of ``extensions``, which may start a failed run again.
     """
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     overrides = resume_overrides(hydra, cfg)
@@ -117,14 +117,14 @@ class _Run:
         if min(codes.values(), default=0) < 0 and not at_once:
             local.wait_for_rest((run.get(TIME_TO_END) or 0.0) + _MORE_S)
         local.end(signal.SIGTERM)
-        with contextlib.suppress(RuntimeError):  # raised by the store if its machine has failed
+        with contextlib.suppress(RuntimeError):  # the store raises it if the machine of the store has failed
             _read_reports(end)
             meet(self.store, task, f"ended {number}", _LEAVE_S)
         return end
 
 
 def _read_reports(end: End) -> None:
-    """Read the reports of the ranks into ``end``. Errors that another rank caused count only if no cause is known."""
+    """Read the reports of the ranks into ``end``. Errors that another rank caused count only without other errors."""
     run = end.attempt.store
     end.errors, end.result, end.skipped = run.errors(), run.get("result"), run.get(NEXT_START) or ""
     if not end.codes:
@@ -138,7 +138,7 @@ def _read_reports(end: End) -> None:
 
 
 def _end(end: End, why: str, code: int | None) -> NoReturn:
-    """End the run: print ``why`` and exit with ``code``, or if ``code`` is None, exit or raise as the attempt ended."""
+    """Print why the run ends, then exit with ``code``. Without a code, exit or raise an error according to ``end``."""
     newest = end.attempt.progress().describe(end.skipped, str(end))
     if code is not None:
         warn(f"{why}{newest}")
@@ -156,7 +156,7 @@ def _end(end: End, why: str, code: int | None) -> NoReturn:
 
 
 def _variables(task: SchedulerTask, nproc: int, store: Any) -> dict[str, str]:
-    """Return the environment of this task's ranks. OpenMP uses one thread by default, since ranks share the cores."""
+    """Return the environment of this task's ranks. OpenMP gets one thread by default, because ranks share cores."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if task.is_one_machine and sys.platform == "linux" else {}
     secret = {SECRET: secrets.token_hex(32)} if task.count == 1 and not os.environ.get(SECRET) else {}
     return {

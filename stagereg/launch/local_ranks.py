@@ -1,4 +1,4 @@
-"""The processes of the ranks that a launcher starts on this machine, and the signals that it forwards to them."""
+"""Starts and ends the processes of the ranks on this machine, and forwards the launcher's signals to them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _KILL_S = 3.0  # seconds between a signal to the ranks and SIGKILL
 class LocalRanks:
     """A context manager for the ranks of this task, and for the signals that this process receives.
 
-    SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, other ranks terminate. If the same
-    signal arrives again later, or any other signal arrives, the launcher terminates the ranks (``stopped``).
+    SIGTERM and SIGUSR1 are forwarded to the ranks: ranks with a checkpointer save and exit, other ranks terminate. If
+    the same signal arrives again later, or if another signal arrives, the launcher terminates the ranks (``stopped``).
     """
 
     def __init__(self, extensions: Sequence[LaunchExtension] = ()) -> None:
-        self.extensions = extensions  # may start ranks; closed at the end of the ``with`` block
+        self.extensions = extensions  # an extension may start the ranks; the ``with`` block closes the extensions
         self.forwarded: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
         self.ran_none = False  # whether no rank was running when the signal ``stopped`` arrived
@@ -43,7 +43,7 @@ class LocalRanks:
                 handler = signal.getsignal(number)
                 if handler is signal.SIG_IGN:  # set by nohup, or by a script that runs this program in the background
                     continue
-                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # another handler is of a launcher
+                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # a launcher may have set another handler
                     self._handlers[number] = signal.signal(number, self._receive)
         return self
 
@@ -54,7 +54,7 @@ class LocalRanks:
             signal.signal(number, handler)
 
     def start(self, rank: int, start: Start) -> None:
-        """Start a rank in a new session, so that Ctrl-C in a terminal does not reach it."""
+        """Start a rank in a new session, so that Ctrl-C in a terminal does not send a signal to the rank."""
         command, folder, variables = start
         process = first(self.extensions, lambda each: each.start(rank, start))
         process = process or subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
@@ -63,7 +63,7 @@ class LocalRanks:
             process.send_signal(self.forwarded)
 
     def wait(self, poll: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Wait until all ranks exit, a rank fails, or a signal stops the run; return the nonzero exit codes by rank.
+        """Wait until all ranks exit, a rank fails, or a signal stops the run. Return the nonzero exit codes by rank.
 
         Calls ``poll`` about 20 times a second.
         """
@@ -82,9 +82,9 @@ class LocalRanks:
             time.sleep(0.02)
 
     def end(self, number: signal.Signals) -> dict[int, int]:
-        """Send a signal to running ranks and their children; 3 seconds later, send SIGKILL to those still running.
+        """Send the signal ``number`` to running ranks and their children. After 3 seconds, send SIGKILL.
 
-        Returns the exit codes of all ranks. A signal that arrives before the next start stops the run.
+        Return the exit codes of all ranks. A signal that arrives before the next start of ranks stops the run.
         """
         running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:

@@ -1,4 +1,4 @@
-"""``stagereg.main``: Hydra's entry point for a training function, which also starts the ranks.
+"""``stagereg.main``: a decorator like ``hydra.main`` for a training function, which also starts the ranks.
 
 ``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``). Under
 ``torchrun``, this process is already a rank (``rank``). With ``nproc=1``, or without ``nproc``, this process is the
@@ -42,7 +42,7 @@ _SECOND_CALL = (
     "`def run(cfg): train(cfg); evaluate(cfg)` under stagereg.main."
 )
 _called: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The scripts (modules ``__main__``) that have called a function decorated by :func:`main`."""
+"""The scripts (modules ``__main__``) that have called a function decorated with :func:`main`."""
 
 
 def main(
@@ -55,13 +55,13 @@ def main(
     local ranks; under ``torchrun``, its ranks are used. The modules that the option ``plugins`` lists are imported
     before Hydra resolves config groups (:mod:`stagereg.config.plugins`). Rank 0's return value is the job's return
     value, for sweepers and callbacks; with several ranks it is sent as JSON. Each rank records the events of
-    checkpointers, joins and :func:`stagereg.log` in the job's output directory. ``train(cfg)`` runs the function in
-    this process, without a command line and without a record, and returns its value.
+    checkpointers, joins and :func:`stagereg.log` in the job's output directory. A call with a config, ``train(cfg)``,
+    runs the function in this process, without a command line and without a record, and returns its value.
 
     All ranks get the same overrides, and the same time in ``${now:...}``. The launcher, or rank 0 under ``torchrun``,
     resolves the values of the program's own resolvers once for all ranks. A warning names each key whose resolver
-    returns a different value on some rank. Each rank itself resolves values of its environment (``${oc.env:RANK}``),
-    values that depend on the rank, and objects that JSON cannot represent.
+    returns a different value on some rank. Environment variables (``${oc.env:RANK}``), values that depend on the rank,
+    and objects that JSON cannot represent are resolved on each rank.
 
     A rank that the launcher started exits when the function returns, so only the launcher runs the rest of the script.
     A later call in the same script cannot start ranks.
@@ -97,7 +97,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         _import_plugins()
         if rank is not None:
             _follow(rank)
-        elif parsed(sys.argv[1:]).multirun:  # tasks of a scheduler's job inherit the secret; it is not in any store
+        elif parsed(sys.argv[1:]).multirun:  # tasks of a scheduler's job inherit the secret through the environment
             os.environ.setdefault(SECRET, secrets.token_hex(32))
         _run_hydra(job, arguments)
         if rank is not None and rank.launched:  # only the launcher runs the rest of the script
@@ -117,7 +117,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
 
 
 def _import_plugins() -> None:
-    """Import the plugins that the command line names. Hydra's composition imports the plugins that configs name."""
+    """Import the plugins that the command line names. Hydra imports the plugins that configs name, in composition."""
     import stagereg.config.plugins as plugins
 
     known = parsed(sys.argv[1:])
@@ -129,7 +129,7 @@ def _import_plugins() -> None:
 
 
 def _follow(rank: Rank) -> None:
-    """Add the overrides of the run to this rank's command line."""
+    """Add the overrides that all ranks of the run share to this rank's command line."""
     known = parsed(sys.argv[1:])
     if known.multirun or "hydra.mode=MULTIRUN" in known.overrides:
         raise LaunchError(_how_to_sweep(rank))
@@ -141,7 +141,7 @@ def _follow(rank: Rank) -> None:
 
 
 def _how_to_sweep(rank: Rank) -> str:
-    """Return an error message with the command to run instead of ``torchrun ... train.py -m``."""
+    """Return an error message with the command that replaces ``torchrun ... train.py -m``."""
     nodes = rank.world_size // rank.local_world_size
     where = f"; on {nodes} machines, each job of the sweep must be a job of the scheduler" if nodes > 1 else ""
     slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes} " if nodes > 1 else ""
@@ -150,7 +150,7 @@ def _how_to_sweep(rank: Rank) -> str:
 
 
 def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
-    """Run the job with ``hydra.main``. Raise errors of this project; Hydra prints all other errors."""
+    """Run the job with ``hydra.main``. Raises ``StageregError``; Hydra prints all other errors."""
     import hydra
 
     # Only this private function of Hydra prints errors without Hydra's frames.
@@ -177,7 +177,7 @@ def _raise(error: Exception) -> None:
 
 
 def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
-    """Import all plugins that the config names, then run the task."""
+    """Import all plugins that the config names, then run the task and explain frequent errors."""
     from stagereg.config.plugins import from_config
     from stagereg.config.resolved_tree import SWITCHES
 
@@ -197,7 +197,7 @@ def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
 
 
 class _Job:
-    """The function that Hydra calls with the composed config; picklable, for launchers that use other processes."""
+    """The function that Hydra calls with the composed config. Picklable, because some launchers use new processes."""
 
     def __init__(self, task: Callable[[Any], Any], command: CommandLine, rank: Rank | None) -> None:
         # Hydra finds the script and the config directory through the wrapped function.
@@ -237,7 +237,7 @@ class _Job:
                 if one_of_several:
                     raise
                 _print(error)
-                # Hydra adds lines of its own to every exception of a job except SystemExit.
+                # Hydra prints additional lines for every exception of a job except SystemExit.
                 raise SystemExit(1) from None
 
     def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:

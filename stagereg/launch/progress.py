@@ -1,4 +1,4 @@
-"""The recorded progress of a run, which a launcher prints when a run ends, with the command that resumes it."""
+"""Reads the recorded progress of a run. A launcher prints it at the end of the run, with the command that resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagereg.base.recorded import last_event
 
 
 class Progress(NamedTuple):
-    """The recorded progress of a run."""
+    """The last step and the newest checkpoints of a run, according to its event record."""
 
     step: int | None = None  # the last step of the attempt; `None` before the first step
     stored: dict[str, Any] | None = None  # the event of the newest checkpoint in checkpoint storage
@@ -39,9 +39,9 @@ class Progress(NamedTuple):
         return cls(newest.get(b"step", {}).get("step"), newest.get(b"write"), newest.get(b"tier"), resumed)
 
     def describe(self, skipped: str = "", printed: str = "") -> str:
-        """Return a line on the newest checkpoint and the command that resumes from it; empty without a checkpoint.
+        """Return a line with the newest checkpoint and the command that resumes from it; empty without a checkpoint.
 
-        ``skipped``: a sentence if the next start skips that checkpoint. ``printed``: the text that precedes the line.
+        ``skipped``: a sentence, if the next start skips that checkpoint. ``printed``: the text already printed.
         """
         stored, near = self.stored or self.resumed, self.near
         if stored is None and near is None:

@@ -1,8 +1,8 @@
 """One rank of a run: it joins the process group, runs the job, and reports why it exits.
 
 A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, under any
-launcher. All ranks of a run share one directory, with one ``.hydra`` and one log, which rank 0 writes, and one value of
-``${now:...}``. If ranks fail, the cause is printed once; errors that it causes on other ranks are not printed.
+launcher. All ranks of a run share one directory, with one ``.hydra`` folder and one log, which rank 0 writes. They also
+share one value of ``${now:...}``. If ranks fail, only the first error is printed, without the errors that it causes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ LAUNCHER = "STAGEREG_LAUNCHER"
 """Environment variable with the process ID of the ``stagereg.main`` that started a rank."""
 ATTEMPT = "STAGEREG_ATTEMPT"  # environment variable with the number of restarts of the run
 SECRET = "STAGEREG_SECRET"
-"""Environment variable with the secret of a run: all ranks have the same text, or no rank has one."""
-_LINGER_S = 3.0  # seconds that a failed rank waits for the others to finish, since its exit terminates them
-_EXIT_S = 10.0  # seconds that a rank waits for the others before it exits after a signal to the run
-_TOGETHER_S = 60.0  # seconds that a rank waits for the others after a join raised on all ranks: others may be saving
+"""Environment variable with the secret of a run: set to the same text on all ranks, or on no rank."""
+_LINGER_S = 3.0  # seconds that a failed rank waits for other ranks to finish, because its exit terminates them
+_EXIT_S = 10.0  # seconds that a rank waits for other ranks before it exits after a signal to the run
+_TOGETHER_S = 60.0  # seconds that a rank waits after a join raised an error on all ranks: other ranks may be saving
 _DIFFERS = (
     "is set by a resolver that returns a different value in each process, so all ranks use the first resolved value. "
     "For a value per rank, read the environment variable RANK in the resolver, or write ${oc.env:RANK}."
@@ -56,7 +56,7 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Rank:
-    """The rank that runs in this process. It is connected to the other ranks through ``store``."""
+    """The rank that runs in this process. The ranks communicate through the rendezvous store ``store``."""
 
     rank: int
     world_size: int
@@ -68,7 +68,7 @@ class Rank:
 
     @classmethod
     def current(cls) -> Rank | None:
-        """Return this process's rank, or ``None`` if this process is not a rank. Waits for the other ranks."""
+        """Connect this process to the other ranks, and return its rank; ``None`` if this process is not a rank."""
         mark("imported")
         if not is_rank():
             return None
@@ -87,7 +87,7 @@ class Rank:
         return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
     def overrides(self) -> list[str]:
-        """Return the overrides of the run for this rank. Waits for rank 0 if rank 0 chooses the directory."""
+        """Return the overrides that this rank needs to share the run's directory. May wait for rank 0's choice."""
         follow: list[str] = []
         if self.rank > 0 or self.store.begun():
             follow.append(f"hydra.run.dir={quoted(self.store.run()['dir'])}")
@@ -98,7 +98,7 @@ class Rank:
         return follow
 
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
-        """Run the job in the process group; return its value. Exits the process if the task fails."""
+        """Run the job in the process group, and return the value of the task. If the task fails, exit the process."""
         self._agree_on_run(cfg)
         # Resolved before the process group exists, so that no resolver can read the rank from the group.
         values = json.loads(os.environ[VALUES]) if self.launched else resolved(cfg)
@@ -136,7 +136,7 @@ class Rank:
         return value
 
     def fail(self, error: Exception) -> NoReturn:
-        """Exit this rank after an error. Reports the error only if no other rank caused it."""
+        """Exit this rank after an error. Reports the error only if no other rank has caused the error."""
         try:
             self._report_cause(error)
             self.store.set_ended()
@@ -146,7 +146,7 @@ class Rank:
                 cause = self.cause()  # called on all ranks, since the first exit terminates the others
                 if self.store.is_first("a consequence"):
                     self._report(error, cause)
-        except Exception:  # raised by the store; other ranks may have reported a cause before it failed
+        except Exception:  # the store has failed; other ranks may have reported a cause before
             if self.local_world_size < self.world_size and is_consequence(error):  # the store's machine may have failed
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 lost = self.cause().text
@@ -168,7 +168,7 @@ class Rank:
             try:
                 if self.store.is_first("a loss"):
                     self._report(None, cause)
-            except RuntimeError:  # raised by the store if its machine has failed
+            except RuntimeError:  # the store raises it if the machine of the store has failed
                 self._print(cause.text)
 
         reporting = threading.Thread(target=report, daemon=True)  # hangs if the store has failed too
@@ -182,24 +182,24 @@ class Rank:
         return {rank for found in answers(self.extensions, lambda each: each.failed_ranks()) for rank in found}
 
     def cause(self) -> Cause:
-        """Return the failure of other ranks, with an empty text if it is unknown. May wait for some seconds.
+        """Return the failure of other ranks, with an empty text if no extension detects one. May wait some seconds.
 
-        If no extension detects the failure, the launcher detects it from the exit codes if it started all ranks.
+        A launcher that started all ranks then detects the failure from their exit codes.
         """
         return first(self.extensions, lambda each: each.cause()) or Cause("", True)
 
     def note(self, why: str) -> None:
-        """Report to all extensions why this attempt fails. Thread-safe."""
+        """Notify all extensions why this start of the run fails. Thread-safe."""
         answers(self.extensions, lambda each: each.noted(self, why))
 
     def _expect_no_failure(self) -> tuple[int, ...]:
-        """Return an empty tuple; raise ``LaunchError`` if ranks have failed."""
+        """Raise ``LaunchError`` if ranks have failed. Otherwise return an empty tuple."""
         if self.failed_ranks():
             raise LaunchError(self.cause().text)
         return ()
 
     def _exit(self, error: Preempted | Stopped) -> NoReturn:
-        """Exit this rank together with the others after a signal to the run, so that no rank reports a failure."""
+        """Exit this rank together with the other ranks after a signal, so that no rank reports a failure."""
         with contextlib.suppress(Exception):
             if self.rank == 0:
                 print_exit(error)
@@ -208,7 +208,7 @@ class Rank:
         raise error from None
 
     def _agree_on_run(self, cfg: Any) -> None:
-        """Publish the run on rank 0, and make ``${now:...}`` resolve to the same time on all ranks."""
+        """Publish the run's directory on rank 0, and make ``${now:...}`` resolve to the same time on all ranks."""
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
@@ -224,7 +224,7 @@ class Rank:
         register("now", lambda pattern: started.strftime(pattern), use_cache=True, replace=True)
 
     def _agree_on_values(self, cfg: Any, values: Any) -> None:
-        """Broadcast rank 0's resolved values and use them. Warn once about each key that differs. Collective."""
+        """Use rank 0's resolved values on all ranks. Warn once about each key whose values differ. Collective."""
         import torch.distributed as dist
 
         sent = [values]
@@ -242,7 +242,7 @@ class Rank:
                 self._report(error)
 
     def _report(self, error: Exception | None, cause: Cause | None = None) -> None:
-        """Report the error of this rank, and first the failure of other ranks that is its ``cause``, if any."""
+        """Report the error of this rank, after the failure of other ranks that caused it (``cause``), if any."""
         texts = [*([cause.text] if cause else []), *([format_error(error)] if error else [])]
         text = " Error on this rank:\n".join(filter(None, texts))
         self.note(text)
@@ -263,7 +263,7 @@ def is_rank() -> bool:
 
 
 def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
-    """Run the job in this process, as the only rank. An existing process group is used and stays open."""
+    """Run the job in this process, as the only rank. An existing process group is used, and is not closed."""
     import torch.distributed as dist
     from hydra.core.utils import env_override
 

@@ -1,4 +1,4 @@
-"""The keys in the rendezvous store through which the ranks of a run and their launcher communicate.
+"""Communication of the ranks of a run and their launcher through keys in the rendezvous store.
 
 ``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with its
 own key prefix, so that no rank reads a key of a process that has died.
@@ -23,10 +23,10 @@ TIME_TO_END = "time to end"  # key of the seconds that ranks have to exit after 
 
 
 class RunStore:
-    """The rendezvous store of a run, for one rank in one attempt. The launcher uses it as its first local rank.
+    """The rendezvous store of a run, for one rank in one attempt. The launcher uses the number of its first local rank.
 
-    ``store`` is torch's store, with keys of this class only; it fails if its machine fails. ``of_attempt`` holds the
-    keys of this attempt, and ``group`` the keys of the process group. ``ended`` is set when this rank's job has ended.
+    ``store`` is torch's store; it fails if its machine fails. ``of_attempt`` is a view of it with the keys of this
+    attempt, and ``group`` a view with the keys of the process group. ``ended`` is set when this rank's job has ended.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, attempt: str = "0") -> None:
@@ -40,7 +40,7 @@ class RunStore:
         self.ended = threading.Event()
 
     def begin(self, directory: str, resume: list[str]) -> None:
-        """Publish the result of :meth:`run` unless an earlier attempt did. Called on rank 0, or in the launcher."""
+        """Publish the values that :meth:`run` returns, once for all attempts. Called on rank 0 or in the launcher."""
         if not self.begun():
             about = {"dir": directory, "resume": resume, "time": time.time(), "name": record.new_run()}
             self._all_attempts.set("run", json.dumps(about))
@@ -49,9 +49,8 @@ class RunStore:
         return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
-        """Return the run's directory ``dir``, its ``time``, the overrides to ``resume``, and the name of ``attempt``.
-
-        Waits until the run has begun.
+        """Wait until the run has begun. Return its directory ``dir``, its start ``time``, the overrides to ``resume``,
+        and the name of the ``attempt``.
         """
         await_key(self._all_attempts, "run", "rank 0 did not begin the run")
         about = json.loads(self._all_attempts.get("run"))
@@ -62,11 +61,11 @@ class RunStore:
         self.of_attempt.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """Return the value that was published under ``key``, otherwise ``None``."""
+        """Return the value that was published under ``key``; ``None`` if no value was published."""
         return json.loads(self.of_attempt.get(key)) if self.of_attempt.check([key]) else None
 
     def add_error(self, text: str, kind: str = "errors") -> None:
-        """Report an error of this rank; ``kind="consequences"`` if another rank's exit caused it."""
+        """Report an error of this rank. ``kind`` is ``"consequences"`` if another rank's exit caused the error."""
         self.of_attempt.append(kind, json.dumps([self._rank, text]) + "\n")
 
     def errors(self, kind: str = "errors") -> dict[int, str]:
@@ -75,7 +74,7 @@ class RunStore:
         return dict(sorted(json.loads(line) for line in lines))
 
     def is_first(self, text: str) -> bool:
-        """Return True for the first call with this text on any rank, and False for later calls."""
+        """Return True in the first call with this text on any rank of this attempt, and False in later calls."""
         text = text.encode("utf-8", "backslashreplace").decode()  # a key of the store must be UTF-8
         return bool(self.of_attempt.add(f"reported/{text}", 1) == 1)
 
@@ -98,7 +97,7 @@ class RunStore:
         self._all_attempts.set(key, json.dumps(value))
 
     def take(self, key: str) -> Any:
-        """Return and delete a value that an earlier attempt published, otherwise return ``None``."""
+        """Return and delete a value that an earlier attempt published; ``None`` if no value was published."""
         if not self._all_attempts.check([key]):
             return None
         value = json.loads(self._all_attempts.get(key))
@@ -107,7 +106,7 @@ class RunStore:
 
 
 def await_key(store: Any, key: str, failure: str) -> None:
-    """Wait for a key of a store.
+    """Wait until a key of a store is set.
 
     Raises:
         LaunchError: The key is not set within :data:`GATHER_S` seconds; the message begins with ``failure``.

@@ -1,7 +1,7 @@
-"""The tasks of a scheduler's job. Each task starts the ranks of its machine.
+"""Connects the tasks of a scheduler's job. Each task starts the ranks of its machine.
 
 ``hydra/launcher=submitit_slurm hydra.launcher.nodes=4`` makes submitit run each job of a sweep on four machines.
-The tasks connect to the machine of the first task, at a port derived from the job ID. Their ranks form one run.
+All tasks connect to the machine of the first task, at a port derived from the job ID. Their ranks form one run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PORTS = range(20_000, 32_000)  # below the ephemeral ports of outgoing connecti
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """A task of a scheduler's job with ``count`` tasks; by default, the only task."""
+    """One task of a scheduler's job with ``count`` tasks. By default, the only task."""
 
     index: int = 0  # from 0; the ranks of task 0 come first
     count: int = 1
@@ -34,7 +34,7 @@ class SchedulerTask:
 
     @classmethod
     def current(cls) -> SchedulerTask:
-        """Return the task of this process in submitit's job; outside submitit, the only task."""
+        """Return the task of this process in a job of submitit; outside such a job, a task that is the only one."""
         if "SUBMITIT_EXECUTOR" not in os.environ:
             return cls()
         from submitit import JobEnvironment
@@ -49,7 +49,7 @@ class SchedulerTask:
 
 
 def open_store(task: SchedulerTask) -> Any:
-    """Open the rendezvous store on task 0, or connect to it. Returns when all tasks are connected."""
+    """Open the rendezvous store on task 0, or connect to this store. Returns when all tasks are connected."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     limit, port, listener = timedelta(seconds=GATHER_S), task.port, None
@@ -67,6 +67,6 @@ def open_store(task: SchedulerTask) -> Any:
 
 
 def meet(store: Any, task: SchedulerTask, what: str, limit_s: float) -> None:
-    """Wait until all tasks have called this function. Raises ``RuntimeError`` after ``limit_s`` seconds."""
+    """Wait until all tasks have called this function. Raises: ``RuntimeError`` after ``limit_s`` seconds."""
     store.set(f"{what}/{task.index}", "")
     store.wait([f"{what}/{index}" for index in range(task.count)], timedelta(seconds=limit_s))

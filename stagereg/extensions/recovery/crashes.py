@@ -1,14 +1,14 @@
-"""The crash record: how often runs crashed after restoring a checkpoint, before they saved a later one.
+"""The crash record: how often runs crashed after restoring a checkpoint, before they saved a later checkpoint.
 
 A run counts as crashed only if the restored state can be the cause:
 
 - A signal killed a process, or the process called ``os._exit``, so it could not record its crash. For this case, rank 0
-  enters the checkpoint in ``.restored.json`` before it loads any file. If the next run finds this entry, the run
-  crashed. Without a checkpoint directory, one rank of each machine writes the file.
+  enters the checkpoint in ``.restored.json`` before it loads any file. If the next run finds this entry, the earlier
+  run crashed. Without a checkpoint directory, one rank of each machine writes the file.
 - A process ran out of memory.
 - The same Python exception, by type and place, ended the run before, and a launcher or a scheduler had restarted the
   run (:func:`.is_automatic`). The first such exception is recorded but not counted, because failures that differ each
-  time do not indicate a corrupt state. Failures that alternate are counted from the second time on.
+  time do not indicate a corrupt state. If different exceptions alternate, each is counted when it occurs again.
 
 After any other Python exception, the user has to fix the program. The rank that raises the exception removes the entry,
 because the failure may kill rank 0 first. A rank that fails because another rank failed does not change the entry. A
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Crashes(NamedTuple):
-    """The number of crashes after a checkpoint was restored, and the number at which it is skipped."""
+    """The crash counts of one checkpoint, and the limit at which the checkpoint is skipped."""
 
     times: int = 0  # crashes after a restore of this checkpoint
     most: int | None = None  # number of crashes at which the checkpoint is skipped; ``None``: never
@@ -53,7 +53,7 @@ class Crashes(NamedTuple):
 
     @property
     def one_more(self) -> Crashes:
-        """A copy with one more crash after this checkpoint."""
+        """A copy that counts one more crash after a restore of this checkpoint."""
         return self._replace(times=self.times + 1, in_a_row=self.in_a_row + 1)
 
     @property
@@ -101,7 +101,7 @@ class RestoreRecord(NamedTuple):
             return cls()
 
     def counted(self) -> RestoreRecord:
-        """Return the record after the last run has exited: if ``restored`` is set, count one more crash."""
+        """Return the record with one more crash if the last run crashed, that is, if ``restored`` is still set."""
         if not self.restored:
             return self
         known = self.of(self.restored).one_more
@@ -109,7 +109,7 @@ class RestoreRecord(NamedTuple):
         return self._replace(restored="", times=times, in_a_row=known.in_a_row, reached=reached)
 
     def of(self, key: str) -> Crashes:
-        """Return the crashes of the checkpoint with this key (:func:`key_of`)."""
+        """Return the crash counts of the checkpoint with this key (:func:`key_of`)."""
         return Crashes(self.times.get(key, 0), self.most, self.in_a_row, self.reached)
 
     def dumps(self) -> bytes:
@@ -129,7 +129,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_in_order(error: BaseException | None) -> bool:
-    """Return whether a run that ends with ``error`` exits normally: ``None``, Ctrl-C, a preemption or a failed save."""
+    """Return whether ``error`` is a normal end of a run: no error, Ctrl-C, a preemption or a failed save."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0, RESUME_CODE) or isinstance(error, Stopped)
     if isinstance(error, CheckpointError):  # raised by the storage, or because another rank failed
@@ -138,14 +138,14 @@ def is_in_order(error: BaseException | None) -> bool:
 
 
 def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
-    """Return the crashes of the checkpoints in a directory, by path. Any process. Raises: ``OSError``."""
+    """Return the crash counts of the checkpoints in a directory, by path. Raises: ``OSError``."""
     record = record_in(store)
     there = {each.path: key_of(each.name) for each in store.checkpoints()[0]} if record.times else {}
     return {path: record.of(key) for path, key in there.items() if key in record.times}
 
 
 def record_in(store: CheckpointStore, holds: bool = False) -> RestoreRecord:
-    """Return the record of earlier runs. A run that still holds the lock is alive, so it has not crashed."""
+    """Return the record of earlier runs. Does not count a crash while another run holds the lock and so is alive."""
     record = RestoreRecord.read(store)
     return record.counted() if record.restored and (holds or store.holder() is None) else record
 

@@ -1,13 +1,13 @@
-"""The emergency save: when ranks fail, the surviving ranks save the last completed step, if together they hold it.
+"""The emergency save: when ranks fail, the surviving ranks save the last completed step, if they hold all of its state.
 
 The save does not use the process groups of training, because these are broken. Each surviving rank blocks its
 optimizers and reports its last step (:class:`.StepSnapshot`) in the rendezvous store. The first rank that has read all
 reports decides which ranks save which step. These ranks create a process group and make a regular checkpoint. Its
 manifest names the failed ranks and their missing values. The save does not replace another checkpoint.
 
-If a network is partitioned, each side detects the failure of the other side. Only the side that reaches the rendezvous
-store saves, because the decision is made there, once. The first rank of the decision commits. It needs the lock of the
-directory, which rank 0 holds until it terminates; the lock of a failed rank is deleted.
+If a network is partitioned, the ranks on each side detect a failure of the other side. Only the side that reaches the
+rendezvous store saves, because the decision is made there, once. The first rank in the decision commits. This rank
+needs the lock of the directory, which rank 0 holds until it terminates; the lock of a failed rank is deleted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ALL = Keep(newest=1 << 62)  # retains every checkpoint
 
 
 class _SurvivorReport(NamedTuple):
-    """The report of a surviving rank: its last step, a digest of its tensors, and why the step cannot be saved."""
+    """The report of a surviving rank: its last step, a digest of its tensors, and ``why`` the step cannot be saved."""
 
     rank: int
     step: int
@@ -63,7 +63,7 @@ class _SurvivorReport(NamedTuple):
 
 
 class _SavePlan(NamedTuple):
-    """The decision for all ranks: the steps to try, newest first, with their ranks; or why no step is saved."""
+    """The decision for all ranks: the steps to try to save, newest first, with their ranks; or ``why`` none can be."""
 
     token: str
     tries: list[tuple[int, list[int]]]
@@ -104,7 +104,7 @@ class EmergencySaver(CheckpointExtension):
             rank_failures.response().await_saved()
 
     def close(self, in_time: bool = True) -> None:
-        """Disable the emergency save, and release the state. Idempotent. Training thread."""
+        """Disable the emergency save, and release the state. Idempotent. Called on the training thread."""
         rank_failure.withdraw(self.save)
         self._publish = None
         if self._whole.close():
@@ -127,7 +127,7 @@ class EmergencySaver(CheckpointExtension):
             saved, outcome = made.outcome()
             if saved is not None:
                 self._saves.note_newest(saved)
-                with contextlib.suppress(CheckpointError):  # this save replaces an earlier one that failed
+                with contextlib.suppress(CheckpointError):  # an earlier save that failed is no longer needed
                     self._saves.raise_failure()
                 break
         return outcome
@@ -224,7 +224,7 @@ class _Attempt:
         return {str(rank): ["random numbers", *marked] for rank in others}
 
     def begin(self, store: CheckpointStore, tier: bool) -> None:
-        """Acquire the lock of the directory, then let the other ranks begin.
+        """Acquire the lock of the checkpoint directory, then signal the other ranks to begin.
 
         A failed rank may hold the lock, because it still saves, is suspended, or its machine failed. This rank waits
         until a disconnected rank would have terminated, then deletes the lock.
@@ -254,7 +254,7 @@ class _Attempt:
         return not self.store.check(["outcome"])
 
     def end(self, outcome: str, saved: int | None = None) -> None:
-        """Publish the outcome unless one is published; if no step was ``saved``, release the lock of the directory."""
+        """Publish the outcome, unless another rank has. If no step was ``saved``, release the lock of the directory."""
         if self._lock is not None and saved is None:
             self._lock.release()
         self.store.compare_set("outcome", "", json.dumps([saved, outcome]))
@@ -272,7 +272,7 @@ class _Attempt:
 
 
 class _Survivors(RankGroup):
-    """The ranks of an attempt, in a group of their own."""
+    """The ranks of an attempt, in a new process group."""
 
     def __init__(self, made: _Attempt) -> None:
         self.limit = datetime.timedelta(seconds=max(1.0, made.told.until - time.monotonic()))
@@ -285,7 +285,7 @@ class _Survivors(RankGroup):
 
 
 class _Target(StoreTarget):
-    """The checkpoint directory as the target of one save, which does not delete other checkpoints."""
+    """The checkpoint directory as the target of the emergency save, which does not delete other checkpoints."""
 
     def __init__(
         self, setup: Setup, ranks: RankGroup, made: _Attempt, missing: dict[str, list[str]], whole: StepSnapshot
@@ -302,21 +302,21 @@ class _Target(StoreTarget):
 def _add_positions(
     captured: dict[str, Any], missing: dict[str, list[str]], state: Mapping[str, Any], made: _Attempt
 ) -> None:
-    """Add the data loader states of the ranks that do not save, derived from the state of this rank."""
+    """Add the data loader states of the ranks that do not save, reconstructed from the state of this rank."""
     own, size = made.told.rank, made.told.world_size
     for name in entries.positions(state):
         follow: Callable[..., Any] = getattr(entries.value_of(state, name), "of_other_rank", lambda *_: None)
         for rank, lacks in missing.items():
             found = follow(captured[entries.rank_name(name, own)], own, int(rank), size)
             if found is None:
-                raise CheckpointError(f"the state of rank {rank} in {name!r} cannot be derived")
+                raise CheckpointError(f"the state of rank {rank} in {name!r} cannot be reconstructed from other ranks")
             captured[entries.rank_name(name, int(rank))], sure = found
             is_exact = sure and not isinstance(state[name], entries.PerRank)  # positions may differ per rank
             lacks += [] if is_exact else [f"an exact position of {name}"]
 
 
 def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries in host memory. Entries already there are not copied, since no code writes to them now."""
+    """Copy entries to host memory. Entries that are in host memory are not copied, since no code writes to them now."""
     devices = {x.device for _, x in walk(captured) if isinstance(x, torch.Tensor) and not x.is_cpu}
     if not devices:
         return captured

@@ -1,4 +1,4 @@
-"""Detects failed ranks: keeps the :mod:`.heartbeat` process of this rank running, and reads its reports."""
+"""Detects failed ranks: keeps the :mod:`.heartbeat` process of this rank running, and reads the process's reports."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _log = logging.getLogger(__name__)
 _HEARTBEAT = Path(__file__).with_name("heartbeat.py")
 _NAMED = 400  # maximum characters of a sentence on failed ranks
 _MOST_STARTS = 5  # maximum starts of a heartbeat process that dies repeatedly
-_LASTS_S = 60.0  # seconds that a heartbeat process must run for its starts to be counted from 1 again
+_LASTS_S = 60.0  # seconds after which a heartbeat process is stable, so that the count of starts begins again
 _PAUSE_S = 0.1  # seconds before the second restart, doubled for each later restart; the sum is below RETURN_S
 
 
 class FailureMonitor:
-    """The failure monitor of one rank. Detects a failure within ``timeout_s`` seconds. Every rank constructs one.
+    """The failure monitor of one rank, which detects failures of other ranks within ``timeout_s`` seconds.
 
-    ``secret`` is the secret of the run. ``meet`` publishes the address of rank 0's heartbeat process; called with
-    ``None``, it returns this address. A thread calls ``on_failure`` with a sentence on each failure, and restarts the
-    heartbeat process if it dies before this rank.
+    ``secret`` is the secret of the run. On rank 0, ``meet(address)`` publishes the address of the heartbeat process; on
+    other ranks, ``meet(None)`` returns this address. A thread calls ``on_failure`` with a sentence on each failure. The
+    same thread restarts the heartbeat process if the process dies before this rank.
 
     Attributes:
-        failed: the process of each failed rank and its failure, by rank.
+        failed: for each failed rank, text that names its process and the failure.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class FailureMonitor:
             self._changed.wait_for(lambda: self._is_ready or self.failed)
 
     def close(self) -> None:
-        """Report that this rank terminates normally, which is not a failure. Idempotent."""
+        """Report to the other ranks that this rank terminates normally, which is not a failure. Idempotent."""
         with self._changed:
             self._closed = True
             self._send("bye")
 
     def give_time(self, seconds: float) -> None:
-        """Extend the time until this rank is killed because it receives no heartbeat from rank 0."""
+        """Delay by ``seconds`` the time at which this rank is killed for lack of heartbeats from rank 0."""
         with self._changed:
             self._given_s += seconds
             self._send(seconds)
 
     def shorten_timeout(self) -> None:
-        """Shorten the failure detection timeout, on all ranks, since this rank will exit. Idempotent."""
+        """Shorten the failure detection timeout on all ranks, because this rank will exit soon. Idempotent."""
         with self._changed:
             self._shortened = True
             self._send("shorten")
@@ -124,7 +124,7 @@ class FailureMonitor:
         self._do_without()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start a heartbeat process, and send it the messages that the previous one received. Raises: ``OSError``."""
+        """Start a heartbeat process, and resend the messages of the previous process to it. Raises: ``OSError``."""
         port = [] if self._listener is None else [self._listener.fileno()]
         with self._changed:
             # In its own session, the process survives a signal to the rank's process group and reports the rank's exit.
@@ -143,7 +143,7 @@ class FailureMonitor:
             return self._process
 
     def _do_without(self) -> None:
-        """Notify the other heartbeat processes that this rank no longer has one, so that they do not wait for it."""
+        """Notify other ranks that this rank has no heartbeat process any more, so that they do not wait for it."""
         rank, name, secret, hub = self._config.rank, self._config.name, self._config.secret, self._config.hub
         if hub is not None:
             with contextlib.suppress(OSError), socket.create_connection((hub[0], hub[1]), RETURN_S) as line:

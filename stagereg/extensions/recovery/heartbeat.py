@@ -4,17 +4,17 @@ It is a separate process for two reasons: a thread of the rank would wait for Py
 libraries may hold for longer than the timeout, and a disconnected rank may not terminate unless it is killed. The
 process imports only the standard library and runs as ``python -I -S heartbeat.py``, so it starts in milliseconds.
 
-All heartbeat processes connect to the heartbeat process of rank 0, the *hub*, and exchange dots with it several times
-per ``timeout_s``. A rank fails immediately if its process terminates, and after ``timeout_s`` if it is suspended or
-silent, unless a debugger has stopped it. The hub reports each failure to all ranks. If a heartbeat process receives
-nothing from the hub for ``timeout_s``, either its rank is disconnected or the hub's machine has failed, so the process
-kills its rank if the rank has not terminated ``timeout_s`` later. Once one rank has received a signal to exit, all
-ranks are about to exit, and the timeout is at most :data:`SHORT_TIMEOUT_S`.
+All heartbeat processes connect to the heartbeat process of rank 0, the *hub*. Each connection carries a heartbeat (a
+dot) in both directions several times per ``timeout_s``. A rank fails immediately if its process terminates, and after
+``timeout_s`` if it is suspended or silent, unless a debugger has stopped it. The hub reports each failure to all ranks.
+If a heartbeat process receives nothing from the hub for ``timeout_s``, its rank is disconnected or the hub's machine
+has failed. The process then kills its rank, unless the rank terminates within a further ``timeout_s``. Once one rank
+has received a signal to exit, all ranks are about to exit, and the timeout is at most :data:`SHORT_TIMEOUT_S`.
 
 If a heartbeat process dies before its rank, :mod:`.failure_monitor` starts another one. Rank 0 keeps the port of the
 hub open for the next process, as an inherited socket, so a closed port means that rank 0 has terminated. If a
-connection ends without ``bye``, the hub waits until the rank connects again: if all ranks are on one machine, while the
-process of the rank is alive and at most ``timeout_s``; otherwise :data:`RETURN_S`.
+connection ends without the message ``bye``, the hub waits for the rank to connect again. The limit is ``timeout_s`` if
+all ranks are on one machine and the rank's process is alive, otherwise :data:`RETURN_S`.
 
 Any process may connect to the hub. The hub sends a challenge and reads one short line, ``RANK PROOF NAME``. It does not
 parse the line before it has verified the proof. The rank also verifies a proof of the hub before it reads messages.
@@ -58,10 +58,10 @@ _SHUT_OUT = (
 _MOST_BYTES = 1 << 16  # maximum size of a line
 _GREETING_BYTES = 1024  # maximum size of a line from an unauthenticated process
 _STRANGERS = 64  # maximum number of unauthenticated connections
-_STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds for a connection to authenticate; seconds if others wait
+_STRANGER_S, _CROWDED_S = 5.0, 3.0  # seconds for a connection to authenticate; the same if other connections wait
 _PAUSE_S = 0.5  # seconds until the next accept() after one failed for lack of file descriptors
 _AGAIN_S = 0.2  # seconds between attempts to connect to the hub
-_WELCOME_S = 20.0  # seconds for the hub to accept a rank, behind connections of other programs
+_WELCOME_S = 20.0  # seconds for the hub to accept a rank, even if other programs also connect to the hub
 _TEXT_LENGTH = 300  # maximum characters of a name or a reason, which are printed
 _PROCESS = re.compile(r"process (\d{1,10}) on ")
 
@@ -88,12 +88,12 @@ class Line:
         self._came = b""
 
     def send(self, text: str) -> None:
-        """Send a line; drop the rest if the write would block."""
+        """Send a line. If the write would block, the rest of the line is dropped."""
         with contextlib.suppress(OSError):
             os.write(self.writes, text.encode() + b"\n")
 
     def take(self) -> list[str] | None:
-        """Return the lines that have arrived; ``None`` at the end of the connection, or if a line is too long."""
+        """Return the lines that have arrived; ``None`` if the connection has ended or a line is too long."""
         most = _GREETING_BYTES if self.rank < 0 else _MOST_BYTES
         try:
             data = os.read(self.reads, most)
@@ -106,12 +106,12 @@ class Line:
 
 
 class Awaited(NamedTuple):
-    """A rank whose connection was closed, and which may connect again."""
+    """A rank whose connection was closed, but which may connect again."""
 
     name: str
     since: float
     limit_s: float
-    why: str  # reason of its failure if it does not connect again
+    why: str  # the failure to report if the rank does not connect again
 
 
 class Heartbeat:
@@ -129,9 +129,9 @@ class Heartbeat:
         self._failed: dict[int, tuple[str, str]] = {}  # name and reason, by rank
         self._leaves = False  # whether the rank has sent ``bye``
         self._ends_by: float | None = None
-        self._is_off = False  # whether rank 0 has no heartbeat process any more, or has exited normally
+        self._is_off = False  # whether rank 0 has exited normally, or continues without a heartbeat process
         self._was_welcome = False  # whether the hub has ever accepted this process
-        self._away_since, self._again_at = time.monotonic(), 0.0  # start of the wait for the hub; its next attempt
+        self._away_since, self._again_at = time.monotonic(), 0.0  # when the wait for the hub began; when to connect
         self._stopped_since: float | None = None
         self._kill_at: float | None = None
         self._given_s = 0.0  # seconds added to _kill_at
@@ -165,7 +165,7 @@ class Heartbeat:
             self._look(now)
 
     def _open(self, now: float) -> None:
-        """On the hub, accept connections up to the limit; elsewhere, connect to the hub unless connected."""
+        """On the hub, accept connections up to the limit. On other ranks, connect to the hub unless connected."""
         if self._listener is not None:
             wants = len(self._strangers) < _STRANGERS and now >= self._accepts_at
             if wants and not self._accepts:
@@ -391,7 +391,7 @@ class Heartbeat:
 
 
 def greeting(text: str, challenge: str, secret: str, world_size: int) -> tuple[int, str] | None:
-    """Return the rank and name in a valid answer to a challenge, otherwise ``None``. Verifies the proof first."""
+    """Verify the answer to a challenge. Return the rank and the name in the answer; ``None`` if it is invalid."""
     rank, given, name = (*text.split(" ", 2), "", "")[:3]
     if not hmac.compare_digest(given.encode(), proof(secret, challenge, rank).encode()):
         return None
@@ -403,7 +403,7 @@ def greeting(text: str, challenge: str, secret: str, world_size: int) -> tuple[i
 
 
 def failures(text: str, world_size: int) -> list[tuple[int, str, str]]:
-    """Return the ranks, names and reasons in a failure message. Raises any ``Exception`` if the text is invalid."""
+    """Parse a failure message into (rank, name, reason). Raises any ``Exception`` if the text is invalid."""
     found = [(int(rank), printable(name), printable(why)) for rank, (name, why) in json.loads(text)["failed"].items()]
     if not all(0 <= rank < world_size for rank, _, _ in found):
         raise ValueError("invalid rank")

@@ -1,4 +1,4 @@
-"""Recovery in a run: heartbeats and emergency saves on the ranks, and restarts by the launcher."""
+"""Adds recovery to a run: heartbeats and emergency saves on the ranks, and restarts by the launcher."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from stagereg.launch.extension import (
 from stagereg.launch.run_store import await_key
 
 _HEARD_S = 5.0  # seconds to wait, after an error of this rank, for the report of the failed rank that caused it
-_MERCY_S = 2.0  # seconds between the failure of another rank and the exit of a surviving rank
+_MERCY_S = 2.0  # seconds in which a surviving rank can still report its own error before it is terminated
 _TIMEOUT_S = 10.0  # heartbeat timeout if the config has none
 _RESUME = "++checkpoint.resume=auto"
 
 
 class RecoveryLauncher(LaunchExtension):
-    """Restarts a failed run, up to ``restarts`` times without progress. Forks the ranks from a :mod:`.warm` process."""
+    """Restarts a failed run, at most ``restarts`` times without a new checkpoint. Forks ranks from :mod:`.warm`."""
 
     def __init__(self) -> None:
         self._restarts = Restarts(0)
@@ -79,7 +79,7 @@ class RecoveryLauncher(LaunchExtension):
             self._warm.close()
 
     def _refusal(self, end: End) -> str | None:
-        """Return why this run is not restarted; ``None`` to restart it. Task 0 decides for all tasks."""
+        """Return why this run is not restarted, or ``None`` to restart it. The first task decides for all tasks."""
         restarts, attempt = self._restarts, end.attempt
         if attempt.store.get("comes again"):
             return ""
@@ -134,7 +134,7 @@ class RecoveryRank(RankExtension):
 
 @contextlib.contextmanager
 def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], None]) -> Iterator[None]:
-    """Detect failures of other ranks in a ``with`` block. A thread calls ``on_failure`` with a sentence."""
+    """Detect failures of other ranks in a ``with`` block. A thread calls ``on_failure`` with a sentence on each."""
     if rank.world_size == 1:
         yield
         return
@@ -162,7 +162,7 @@ def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], N
 
 
 def _cause(save: EmergencySave, wait_s: float) -> Cause:
-    """Return the failure of other ranks; wait up to ``wait_s`` seconds for it. The launcher cannot detect a save."""
+    """Return the failure of other ranks; wait at most ``wait_s`` seconds for a report. A launcher detects no saves."""
     text = save.describe(wait_s)
     ended = all(how.endswith(ENDED) for how in save.failed_ranks().values())
     return Cause(text, bool(text) and ended and not save.saved)

@@ -49,7 +49,7 @@ class Quarantine(CheckpointExtension):
     Args:
         max_crashes: number of crashes at which a checkpoint is quarantined; ``None``: never.
         locks_early: whether the run holds the lock of its directory from the start.
-        leads: returns whether this rank is the lowest rank of its machine, for a run with a record on each machine.
+        leads: returns whether this rank is the lowest rank of its machine; used if each machine has a record.
 
     Attributes:
         crashed: whether this run counts as crashed, even if the process continues.
@@ -66,7 +66,7 @@ class Quarantine(CheckpointExtension):
         self._restored = ""  # key of the checkpoint that this run restored, until it saves a later one
         self._saved: set[str] = set()  # keys of the checkpoints that this run saved
         self._lock = threading.Lock()  # saves to several targets end on several threads
-        self._process, self._writes = os.getpid(), False  # forked children do not count; this rank writes the record
+        self._process, self._writes = os.getpid(), False  # children do not count; whether this rank writes the record
 
     def start(self, setup: Setup, saves: Saves) -> None:
         self._store, self._shared, self._token = setup.store, setup.stores, setup.token
@@ -130,9 +130,9 @@ class Quarantine(CheckpointExtension):
         return found
 
     def _crashes_of(self, request: RestoreRequest, listed: Sequence[Candidate]) -> dict[str, Crashes]:
-        """Return the crashes of candidates, by path. Adds quarantined ones to ``retention.distrusted``. On rank 0.
+        """Return the crash counts of candidates, by path, and record which ones are quarantined. Rank 0 only.
 
-        If the newest step is later than all restored steps, the last run made progress but could not record it.
+        If the newest step is later than all restored steps, the last run made progress, and the counts are reset.
         """
         store = self._store_of(request, request.resume)
         if not self._is_ours(store):
@@ -153,7 +153,7 @@ class Quarantine(CheckpointExtension):
         return found
 
     def _store_of(self, request: RestoreRequest, path: str) -> CheckpointStore:
-        """Return the directory whose record counts a checkpoint; ``path`` is used if ``resume`` is a path."""
+        """Return the checkpoint directory whose record counts the crashes of the checkpoint ``path``."""
         ours = not request.is_path or any(target.names(path) for target in self._saves.targets)
         return request.store if ours else open_parent_store(path)
 
@@ -219,7 +219,7 @@ class Quarantine(CheckpointExtension):
                 self._write()
 
     def _fail(self, error: BaseException) -> None:
-        """Handle the error that ends this rank: remove the entry, unless the error counts as a crash. Any rank."""
+        """Handle the error that ends this rank: remove the entry unless the error counts as a crash. On any rank."""
         if self._process != os.getpid():
             return
         self.crashed = not is_in_order(error)
@@ -239,7 +239,7 @@ class Quarantine(CheckpointExtension):
         if self._writes:
             self._leave()
         elif self._max_crashes is not None:
-            self._holds = True  # rank 0 wrote the record of this run
+            self._holds = True  # rank 0 wrote the record, so the run holds the lock
             self._write()
 
     # -- the record
@@ -248,18 +248,18 @@ class Quarantine(CheckpointExtension):
         return self._writes and self._process == os.getpid()
 
     def _read(self) -> RestoreRecord | None:
-        """Return the record of earlier runs; ``None`` on a rank that does not write it."""
+        """Return the record of earlier runs; ``None`` on a rank that does not write the record."""
         if not self._counts():
             return None
         return record_in(self._store, self._holds) if self._record is None else self._record
 
     def _take(self, read: Sequence[RestoreRecord | None]) -> None:
-        """Use the newest record that a rank has read."""
+        """Use the newest of the records that the ranks have read."""
         newest = max(filter(None, read), key=lambda each: each.number, default=RestoreRecord())
         self._record = newest._replace(most=self._max_crashes)
 
     def _forget(self) -> None:
-        """Reset all counts: the run did not restore from this directory."""
+        """Reset all counts, because the run did not restore from this directory."""
         known, self._restored = self._read(), ""
         if known is not None:
             self._record = RestoreRecord(number=known.number)

@@ -1,8 +1,8 @@
-"""Runs the emergency save on surviving ranks when other ranks fail. The saver is registered by :func:`expect`.
+"""Runs the emergency save on surviving ranks when other ranks fail. A saver registers itself with :func:`expect`.
 
-A rank detects a rank failure through its failure monitor, on a thread, or through a failed collective, on the training
-thread. In both cases the saver saves once, on a separate thread and for a bounded time, while the training thread
-waits. The ranks do not save if a rank has reported a cause, such as an error in the program.
+A rank detects a failure of another rank in two ways: a thread of its failure monitor receives a report, or a collective
+fails on its training thread. In both cases the saver saves once, on a separate thread and for a bounded time, while the
+training thread waits. The ranks do not save if a rank has reported why it failed, such as an error in the program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankFailure:
     Attributes:
         store: torch's rendezvous store, through which the surviving ranks coordinate (:func:`connect`).
         failed: returns the ranks that have failed so far, as :meth:`EmergencySave.failed_ranks`.
-        timeout_s: seconds until another failure is detected.
+        timeout_s: maximum seconds until a further failure is detected.
         until: deadline at which this rank exits, by ``time.monotonic``.
     """
 
@@ -58,7 +58,7 @@ Save = Callable[[RankFailure], str]
 
 
 class EmergencySave:
-    """Saves once after rank failures, on one rank; see the module. Thread-safe.
+    """Runs the emergency save of one rank, at most once. Thread-safe.
 
     Attributes:
         saved: a sentence on the outcome of the save; empty before the save, and if there was nothing to save.
@@ -75,9 +75,9 @@ class EmergencySave:
         self._answered, self._over = threading.Event(), threading.Event()  # the store has answered; the save has ended
 
     def expect(self, save: Save) -> Callable[[str, Any], None]:
-        """Register a bound method that saves after rank failures, by weak reference. Replaces an earlier method.
+        """Register the bound method that saves after rank failures, as a weak reference. Replaces an earlier method.
 
-        Returns a function that publishes a JSON value in the store that the method receives.
+        Returns a function that publishes a JSON value in the rendezvous store, which the method also receives.
         """
         self._saver = weakref.WeakMethod(save)
         self._store.set(TIME_TO_END, self._limit_s)
@@ -89,7 +89,7 @@ class EmergencySave:
             self._saver = lambda: None
 
     def publish(self, key: str, value: Any) -> None:
-        """Publish a JSON value for the launcher. Waits at most 2 seconds, since the store may have failed."""
+        """Publish a JSON value for the launcher. Waits at most 2 seconds, because the store may have failed."""
 
         def publish() -> None:
             with contextlib.suppress(RuntimeError):
@@ -104,7 +104,7 @@ class EmergencySave:
         return self._saver() is not None
 
     def shorten_timeout(self) -> None:
-        """Shorten the failure detection timeout on all ranks, since this rank will exit. Idempotent."""
+        """Shorten the failure detection timeout on all ranks, because this rank will exit soon. Idempotent."""
         self.timeout_s = min(self.timeout_s, SHORT_TIMEOUT_S)
         if self.monitor is not None:
             self.monitor.shorten_timeout()
@@ -114,12 +114,12 @@ class EmergencySave:
         return {} if self.monitor is None else {**self.monitor.failed}
 
     def describe(self, wait_s: float = 0.0) -> str:
-        """Return sentences on failed ranks and on the save; may be empty. Waits ``wait_s`` seconds for a failure."""
+        """Return sentences on failed ranks and the save, if any. Waits at most ``wait_s`` seconds for a failure."""
         text = "" if self.monitor is None else self.monitor.sentence(wait_s)
         return f"{text} {self.saved}".strip()
 
     def save(self) -> str:
-        """Save, or wait for the thread that saves; return a sentence on the outcome, which may be empty."""
+        """Start the save, or join the running save. Return a sentence on the outcome; empty if nothing was saved."""
         with self._lock:
             first, self._began = not self._began, True
         until = time.monotonic() + self._limit_s
@@ -137,7 +137,7 @@ class EmergencySave:
         return self.saved
 
     def await_saved(self) -> None:
-        """Wait for the emergency save, if a collective has failed and a rank failure may be the cause."""
+        """Wait for the emergency save. Called after a collective has failed, possibly because a rank has failed."""
         ends = time.monotonic() + _HEARD_S
         while self._saver() is not None and not self.failed_ranks() and time.monotonic() < ends:
             with contextlib.suppress(RuntimeError):  # the rendezvous store has failed
@@ -166,7 +166,7 @@ class EmergencySave:
 
 
 def connect(store: RunStore, limit_s: float) -> Any:
-    """Return torch's store with the keys of this attempt, over a new connection, on which no other thread waits.
+    """Return the rendezvous store with the keys of this attempt, over a new connection that no other thread uses.
 
     Raises:
         LaunchError: the store does not answer within ``limit_s`` seconds.
@@ -194,7 +194,7 @@ def connect(store: RunStore, limit_s: float) -> Any:
 
 
 def _expect_open(store: Any, limit_s: float) -> None:
-    """Raise ``OSError`` if a store does not accept a connection; torch's own client would retry for minutes."""
+    """Raise ``OSError`` if a store does not accept a connection. Torch's own client would retry for minutes."""
     while not hasattr(store, "port") and hasattr(store, "underlying_store"):
         store = store.underlying_store
     if hasattr(store, "port"):
@@ -202,20 +202,20 @@ def _expect_open(store: Any, limit_s: float) -> None:
 
 
 def expect(save: Save) -> Callable[[str, Any], None] | None:
-    """Call :meth:`EmergencySave.expect` of this process; return ``None`` if rank failures are not detected."""
+    """Register a saver with :meth:`EmergencySave.expect`. Return ``None`` if this process detects no rank failures."""
     current = response()
     return current.expect(save) if isinstance(current, EmergencySave) else None
 
 
 def withdraw(save: Save) -> None:
-    """Call :meth:`EmergencySave.withdraw` of this process, if rank failures are detected."""
+    """Unregister a saver with :meth:`EmergencySave.withdraw`, if this process detects rank failures."""
     current = response()
     if isinstance(current, EmergencySave):
         current.withdraw(save)
 
 
 def publish(key: str, value: Any) -> None:
-    """Call :meth:`EmergencySave.publish` of this process, if rank failures are detected."""
+    """Publish a value with :meth:`EmergencySave.publish`, if this process detects rank failures."""
     current = response()
     if isinstance(current, EmergencySave):
         current.publish(key, value)

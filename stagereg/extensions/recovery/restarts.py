@@ -1,7 +1,7 @@
-"""The limit on restarts of a failed run: a number that the user sets, and no restart after an error that would recur.
+"""Decides whether the launcher restarts a failed run. The user sets the maximum number of restarts without progress.
 
-The number limits restarts without progress; progress is a checkpoint newer than at the previous failure. If an error
-recurs at the same step, the run fails, unless the error reports NaN or infinity: an older checkpoint may have neither.
+A run makes progress if it saves a checkpoint that is newer than at the previous failure. If an error recurs at the same
+step, the run is not restarted, except after NaN or infinity, which an older checkpoint may not contain.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Restarts:
     def __init__(self, most: int) -> None:
         self.count = 0  # number of restarts
         self.progressed = False  # whether the run has made a checkpoint
-        self.most, self._left = most, most  # restarts without progress
+        self.most, self._left = most, most  # allowed and remaining restarts without progress
         self._newest: int | None = None  # the step of the newest checkpoint at the last failure
         self._causes = set[str]()  # causes of the last failure
         self._step: int | None = None  # the last step before the failure
 
     def refusal(self, errors: Mapping[int, str], killed: bool, progress: Progress) -> str | None:
-        """Return why a failed run is not restarted; ``None`` to restart it, which is counted as a restart.
+        """Return why a failed run is not restarted, or ``None`` to restart it, which counts as one restart.
 
-        ``errors`` are the causes that ranks reported, by rank; ``killed`` is whether a signal killed a process.
+        ``errors``: the errors that ranks reported, by rank. ``killed``: whether a signal killed a process.
         """
         causes = {text.strip().rpartition("\n")[2] for text in errors.values()}  # the last line of a traceback
         again = {each for each in causes & self._causes if not _BAD_NUMBERS.search(each)}

@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def given_secret() -> str:
-    """Return the secret in the environment, or ``""``, and delete the variable, to hide it from child processes."""
+    """Return the secret in the environment, or ``""``. Deletes the variable, to hide it from child processes."""
     return os.environ.pop(SECRET, "")
 
 
 def agreed_secret(store: Any, rank: int, world_size: int, given: str) -> str:
-    """Return ``given``, or a new secret that all ranks have. Collective.
+    """Return ``given``; if it is empty, return a new secret, the same on all ranks. Collective.
 
     Raises:
         LaunchError: only some ranks have ``given``, or a rank does not start within :data:`GATHER_S` seconds.

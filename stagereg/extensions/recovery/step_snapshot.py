@@ -35,7 +35,7 @@ from stagereg.stagers.guard import WriteGuard
 
 _SMALL_BYTES = 1 << 16  # maximum size of a tensor that is copied at each step
 _COPIED_BYTES = 1 << 22  # maximum total size of these tensors
-_ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 17  # maximum items of a copied container; the same with only numbers and text
+_ITEMS, _FLAT_ITEMS = 1 << 10, 1 << 17  # maximum items of a copied container; of one with only numbers and strings
 _SCALARS = (int, float, str)
 _FLAT = {*_SCALARS, bool, type(None)}
 _SLOW_S = 0.01  # maximum CPU seconds of one state_dict() call
@@ -64,7 +64,7 @@ class StepSnapshot:
         self._guard = WriteGuard(self._before_write)
 
     def note(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Record the end of a step, with the ``state`` of the program; return whether ``kinds`` has changed."""
+        """Record the program's ``state`` at the end of a step. Return whether ``kinds`` has changed."""
         with self._lock:
             return not self._held and self._note(step, state)
 
@@ -90,7 +90,7 @@ class StepSnapshot:
         return changed
 
     def close(self) -> bool:
-        """Stop recording and release the state unless :meth:`hold` was called; return whether it is released."""
+        """Stop recording, and release the state unless :meth:`hold` was called. Return whether it was released."""
         with self._lock:
             if not self._held:
                 self._guard.close()
@@ -103,7 +103,7 @@ class StepSnapshot:
         return self._why == _WRITTEN
 
     def hold(self) -> str:
-        """Block all optimizers from now on; return why the snapshot is not valid, or an empty text."""
+        """Block all optimizers from now on. Return why the snapshot is invalid; an empty string if it is valid."""
         with self._lock:
             self._held = True
         if self._why or self._seen is None:
@@ -122,7 +122,7 @@ class StepSnapshot:
             raise CheckpointError(_CHANGED)
 
     def take(self, rank: int, world_size: int) -> dict[str, Any]:
-        """Return the entries to save, with references to live tensors. Restores copied tensors and options first."""
+        """Restore copied tensors and optimizer options. Return the entries to save, which refer to live tensors."""
         seen, step = self._seen, self.step
         assert seen is not None
         assert step is not None
@@ -145,7 +145,7 @@ class StepSnapshot:
 
 
 class _Seen:
-    """A cache for the modules and optimizers of a state (``objects``, by entry), valid until one is replaced."""
+    """A cache for the modules and optimizers in a state (``objects``, by entry), valid until one is replaced."""
 
     def __init__(self, state: Mapping[str, Any], objects: Mapping[str, Any], names: ParameterNames) -> None:
         self.objects, self._counted = objects, [each.state for each in _optimizers(objects)]
@@ -165,7 +165,7 @@ class _Seen:
         self._addresses = self._find_addresses()
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether the cache is valid for ``state``, by a fast check."""
+        """Return whether the cache is valid for ``state``. Checks only identities and sizes, which is fast."""
         return (
             len(state) == len(self.objects) + len(self._names)
             and all(state.get(name) is x for name, x in self.objects.items())
@@ -231,7 +231,7 @@ def _unfit(state: Mapping[str, Any]) -> str:
 
 
 class _Notes:
-    """Records the current values of entries; ``watched`` are the tensors in them that are not copied.
+    """Records the current values of entries. ``watched``: the tensors in these values that are not copied.
 
     Raises: ``CheckpointError`` if recording an entry at each step would take too long.
     """
@@ -265,7 +265,7 @@ class _Notes:
 
     def _container(self, value: Any) -> Any:
         items = value.values() if type(value) is dict else value
-        seen = items if len(value) <= _ITEMS else itertools.islice(items, 1)  # the first item represents a long one
+        seen = items if len(value) <= _ITEMS else itertools.islice(items, 1)  # the first item represents all
         is_flat = {*map(type, seen)} <= _FLAT
         if len(value) > (_FLAT_ITEMS if is_flat else _ITEMS):
             raise CheckpointError(f"a {type(value).__name__} has {len(value):,} items, too many to copy in each step")
@@ -278,7 +278,7 @@ class _Notes:
             if value.untyped_storage().resizable() or not value.is_cpu:
                 self.watched.append(value)
                 return value
-            self._nbytes += value.nbytes  # memory of NumPy: its writes change no version counter
+            self._nbytes += value.nbytes  # memory of NumPy, whose writes change no version counter
             if self._nbytes > _COPIED_BYTES:
                 raise CheckpointError(f"NumPy tensors have {self._nbytes:,} bytes, too many to copy in each step")
         return carry(value, value.detach().clone())

@@ -65,7 +65,7 @@ class WarmProcess:
 
 
 class WarmStart:
-    """The launcher's side: starts the server, and through it ranks with the command of ``start``. Any thread."""
+    """The client in the launcher: starts the server, which forks ranks for the command of ``start``. Thread-safe."""
 
     def __init__(self, start: Start) -> None:
         self._processes: dict[int, WarmProcess] = {}
@@ -96,7 +96,7 @@ class WarmStart:
         threading.Thread(target=self._listen, name="stagereg-warm", daemon=True).start()
 
     def start(self, start: Start) -> WarmProcess | None:
-        """Start a rank; return ``None`` if the server is not ready or has failed."""
+        """Start a rank by forking the server; return ``None`` if the server is not ready or has failed."""
         with self._answers:
             if not self._ready or self._gone:
                 return None
@@ -107,7 +107,7 @@ class WarmStart:
             return self._processes[self._answered.pop()]
 
     def close(self) -> None:
-        """Kill the server, and with it all ranks that it started. Idempotent."""
+        """Kill the server and all ranks that the server has started. Idempotent."""
         self._server.kill()
         self._server.wait()
 
@@ -137,7 +137,7 @@ def _write(lines: Any, value: Any) -> None:
 
 
 class PythonCommand(NamedTuple):
-    """The parts of a command line of Python."""
+    """A parsed command line of the Python interpreter."""
 
     options: list[str]  # options of the interpreter
     is_module: bool
@@ -185,7 +185,7 @@ class _Server:
         self._selector.register(link, selectors.EVENT_READ)
 
     def run(self) -> Start:
-        """Serve until the launcher exits. Returns only in the forked processes, with the command to run."""
+        """Serve until the launcher exits. Returns only in a forked process, with the command to run there."""
         names, folder = json.loads(self._lines.readline())
         if folder is None:
             os._exit(0)
@@ -199,7 +199,7 @@ class _Server:
         gc.freeze()  # otherwise garbage collection in a rank would write to, and so copy, all shared memory pages
         # Slurm sends these signals to every process of a job step; only ranks handle them.
         handlers = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGUSR1)}
-        _write(self._lines, [0, None])  # ready
+        _write(self._lines, [0, None])  # signals that the server is ready
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._link:
