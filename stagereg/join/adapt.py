@@ -1,7 +1,7 @@
-"""Turn the objects that a user lists as joinables into joinables.
+"""Converts the objects that a user lists in a join to joinables.
 
-Each bare torch object gets the joinable that produces correct results for it. Any other object with torch's joinable
-methods is used unchanged.
+Each bare torch object gets a joinable that produces correct results for it. Any other object with the methods of
+torch's joinables is used unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stagereg.registry import build, register
 
 
 class ForeignJoinable(BuiltInJoinable):
-    """A joinable of torch, or an object with the same methods, that announces steps through torch's ``Join``."""
+    """A joinable of torch, or an object with the same methods. It announces steps through torch's ``Join``."""
 
     announces_itself = True
 
@@ -37,7 +37,7 @@ class ForeignJoinable(BuiltInJoinable):
         self.joinable = joinable
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return the chosen hook, or the hook of the object itself."""
+        """Return the hook that the user chose, or otherwise the hook of the object itself."""
         return self.joinable.join_hook(**kwargs) if self.hook is None else self.hook(self.joinable)
 
 
@@ -84,7 +84,7 @@ def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
     name, first = next(iter(joinables.items()))
     if first.has_no_collectives or not first.may_be_first:
         raise JoinError(
-            "the first joinable must announce its rank before each step, and a "
+            "the first joinable must signal before each step that its rank still has data, but a "
             f"{type(objects[name]).__name__} does not. Put the DDP module first: Join([model, optimizer])"
         )
     return joinables

@@ -1,9 +1,9 @@
 """Batches in a join: counts their samples, empties them, and sends an empty batch to ranks that never had a batch.
 
-The empty form of common batches is ``batch[:0]``: nested dicts, lists, tuples, named tuples and dataclasses of tensors
-and arrays, and lists of samples. Types, dtypes, devices and the sizes of all other dimensions stay the same, so the
-loop body runs on an empty batch as on any other. Programs register :func:`empty_batch` for their own classes. For any
-other object, an error names its path in the batch, and how to pass an empty batch.
+The empty form of a common batch is ``batch[:0]``. This works for nested dicts, lists, tuples, named tuples and
+dataclasses of tensors and arrays, and for lists of samples. Types, dtypes, devices and all other dimensions stay the
+same, so the loop body runs on an empty batch as on any other. Programs register :func:`empty_batch` for their own
+classes. For any other object, an error contains its path in the batch, and how to pass an empty batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MANY = 4  # a list of at least this many tensors of equal shape counts as a lis
 def empty_batch(batch: Any) -> Any:
     """Return ``batch`` without its samples. Programs register a function for each of their own batch classes.
 
-    The function must not change ``batch``. The class must be picklable if some rank may get no batch at all.
+    The function must not change ``batch``. If a rank may receive no batch at all, the class must be picklable.
 
     Example::
 
@@ -60,10 +60,10 @@ class Layout:
     """The layout of the batches of a loader.
 
     Attributes:
-        batch_dim: the sample dimension of all tensors that have such a dimension (0 for other tensors), or a mapping
-            from keys of the batch to sample dimensions, such as ``{"x": 1}`` (0 for all other keys).
-        fields: ``True``: a list of tensors holds the fields of a batch; ``False``: the batch is a list of samples;
-            ``None``: inferred from the tensors.
+        batch_dim: the sample dimension of tensors, or a mapping from keys of the batch to sample dimensions, such as
+            ``{"x": 1}``. It is 0 for tensors without that dimension, and for keys that the mapping does not contain.
+        fields: ``True``: a list of tensors is a batch with one tensor per field; ``False``: the batch is a list of
+            samples; ``None``: inferred from the tensors.
     """
 
     batch_dim: int | Mapping[Any, int] = 0
@@ -71,7 +71,7 @@ class Layout:
 
     @classmethod
     def of(cls, loader: Any, batch_dim: int | Mapping[Any, int] = 0) -> Layout:
-        """Return the layout of a loader's batches, as far as its ``collate_fn`` determines it."""
+        """Return the layout of a loader's batches. ``fields`` is known only for some ``collate_fn``."""
         collate = getattr(loader, "collate_fn", None)
         return cls(batch_dim, True if collate is default_collate else False if collate in (list, tuple) else None)
 
@@ -87,7 +87,7 @@ class Layout:
         return dim if dim < tensor.ndim else 0
 
     def is_list_of_samples(self, batch: Any) -> bool:
-        """Return whether the batch is a list of samples. Tuples from a ``collate_fn`` hold the fields of a batch."""
+        """Return whether the batch is a list of samples. A tuple is a batch with fields, unless ``fields`` is False."""
         if not _is_list(batch):
             return False
         return self.fields is False or (type(batch) is not tuple and bool(batch) and _are_samples(batch, None, self))
@@ -99,26 +99,26 @@ _BY_FIRST = Layout()
 def samples_in(batch: Any, layout: Layout | None = None) -> int | None:
     """Return the number of samples of a batch, from its first tensor, array or list of samples.
 
-    Return ``None`` if no such item is found within the search depth. Never raises.
+    Returns ``None`` if the search depth contains no such item. Never raises.
     """
     try:
         return next(_sizes(batch, layout or _BY_FIRST, _DEPTH, _WIDTH, is_root=True), None)
-    except Exception:  # batch classes may raise anything
+    except Exception:  # classes of the program may raise any exception
         return None
 
 
 def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None) -> Any:
     """Return a copy of ``batch`` without samples, in its own memory, so that the batch can be freed.
 
-    * Tensors and NumPy arrays lose all entries of their sample dimension; 0-dimensional ones stay unchanged.
-    * Lists of samples become empty: lists without tensors and arrays at any depth, such as lists of strings, and lists
-      of similar items that cannot be fields. Other lists are taken for the fields of a batch and keep their length, as
-      do named tuples, dataclasses and dicts.
+    * The sample dimension of tensors and NumPy arrays gets size 0; 0-dimensional tensors and arrays stay unchanged.
+    * A list of samples becomes empty: a list that contains no tensor or array at any depth, such as a list of strings,
+      or a list of similar items that cannot be fields. Any other list is treated as the fields of a batch and keeps its
+      length, like named tuples, dataclasses and dicts.
     * Objects of a class registered with :func:`empty_batch` are replaced by the function's result.
     * Numbers, strings and other constants stay unchanged.
 
-    A batch whose tensors and arrays have no elements is copied with all its items, so users can supply an empty batch
-    where these rules do not apply. ``is_empty``: whether ``batch`` is such a batch, if the caller has checked.
+    A batch that is already empty is copied with all its items, so users can supply an empty batch if these rules do not
+    fit. ``is_empty``: whether ``batch`` is empty; ``None``: not checked yet.
 
     Raises:
         JoinError: the batch, or an item of the batch, cannot be emptied; the message names the item and the reason.
@@ -140,7 +140,7 @@ def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None
         return _emptied(batch, "", None, layout, is_empty)
     except JoinError:
         raise
-    except Exception as error:  # constructors of subclasses may raise anything
+    except Exception as error:  # constructors of subclasses may raise any exception
         raise _refusal(batch, "", f"{type(error).__name__}: {error}") from error
 
 
@@ -160,7 +160,7 @@ def has_no_samples(batch: Any) -> bool:
 
 
 def emptied_or_error(batch: Any, layout: Layout = _BY_FIRST) -> Any:
-    """Return the result of :func:`emptied`, or the error that it raised; :func:`publish` accepts both."""
+    """Return the result of :func:`emptied`, or the ``JoinError`` that it raised. :func:`publish` accepts both."""
     try:
         return emptied(batch, layout, is_empty=False)
     except JoinError as error:
@@ -181,7 +181,7 @@ def publish(store: Any, key: str, empty: Any) -> None:
     file = io.BytesIO()
     try:
         torch.save(empty, file)
-    except Exception as error:  # pickling user classes may raise anything
+    except Exception as error:  # pickling a class of the program may raise any exception
         file = io.BytesIO()
         text = "the empty batch cannot be sent to the ranks that had no batch: it cannot be pickled"
         torch.save(JoinError(f"{text} ({error}). Pass an empty batch: join.iterate(loader, example=...)."), file)
@@ -189,7 +189,7 @@ def publish(store: Any, key: str, empty: Any) -> None:
 
 
 def fetch(store: Any, key: str, device: torch.device) -> Any:
-    """Return the empty batch that another rank published; accelerator tensors are moved to ``device``."""
+    """Return the empty batch that another rank published. Moves accelerator tensors to ``device``."""
 
     def place(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
@@ -201,7 +201,7 @@ def fetch(store: Any, key: str, device: torch.device) -> Any:
 
 
 def parts_of(thing: Any) -> dict[Any, Any]:
-    """Return the items of a container by key, index or field name; empty for any other object."""
+    """Return the items of a container by key, index or field name. Returns an empty dict for any other object."""
     if isinstance(thing, _MAPPINGS):
         return dict(thing)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
@@ -219,7 +219,7 @@ def with_parts(thing: Any, parts: Mapping[Any, Any]) -> Any:
     for key, part in parts.items():
         if isinstance(thing, _MAPPINGS):
             twin[key] = part
-        else:  # a dataclass may be frozen, and its __post_init__ checks may reject an empty batch
+        else:  # not the constructor: its checks may reject an empty batch, and the dataclass may be frozen
             object.__setattr__(twin, key, part)
     return twin
 
@@ -228,7 +228,7 @@ def with_parts(thing: Any, parts: Mapping[Any, Any]) -> Any:
 
 
 def _is_tensor(thing: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # without NumPy imported, there are no arrays
+    numpy = sys.modules.get("numpy")  # if NumPy is not imported, no object is an array
     return isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray))
 
 
@@ -248,14 +248,12 @@ def _is_opaque(thing: Any) -> bool:
 
 
 def _walk(thing: Any) -> Iterator[Any]:
-    """Yield an object and all items nested in it."""
     yield thing
     for part in parts_of(thing).values():
         yield from _walk(part)
 
 
 def _tensors(thing: Any) -> Iterable[Any]:
-    """Yield every tensor and array in a container, and the data of every PackedSequence."""
     for each in _walk(thing):
         if isinstance(each, PackedSequence):
             yield each.data
@@ -282,7 +280,6 @@ def _holds_scalars(thing: Any) -> bool:
 
 
 def _signature(thing: Any, shapes: bool = False) -> Any:
-    """Return the properties that samples of a list share: types, keys, dtypes, and number of dimensions or shapes."""
     if _is_tensor(thing):
         return type(thing), thing.dtype, tuple(thing.shape) if shapes else thing.ndim
     return type(thing), tuple((key, _signature(part, shapes)) for key, part in parts_of(thing).items())
@@ -291,7 +288,8 @@ def _signature(thing: Any, shapes: bool = False) -> Any:
 def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
     """Return whether the items of a list are samples, not the fields of a batch.
 
-    Fields of a batch share their first size, which equals ``size``, the first size of a tensor next to the list.
+    The fields of a batch have the same first size: ``size``, the first size of a tensor next to the list, if there is
+    one.
     """
     items = list(islice(things, _WIDTH))
     if not any(map(_holds_tensors, items)):
@@ -307,14 +305,13 @@ def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
 
 
 def _lists_of_samples(parts: dict[Any, Any], layout: Layout) -> set[Any]:
-    """Return the keys of the items of a container that are lists of samples."""
     lists = {key: part for key, part in parts.items() if _is_list(part) and part}
     size = next(
         (part.shape[layout.dim(part, key)] for key, part in parts.items() if _is_tensor(part) and part.ndim), None
     )
     found = {key for key, part in lists.items() if _are_samples(part, size, layout)}
     if not layout.fields and 1 < len(lists) == len(parts) and len({len(part) for part in lists.values()}) == 1:
-        # zip(*samples) yields lists of equal length; if one holds samples, all do.
+        # zip(*samples) yields lists of equal length. If one of them is a list of samples, all are.
         sizes = {size for part in lists.values() for size in _sizes(part, _BY_FIRST)}
         if found or len(sizes) > 1:
             return set(lists)
@@ -324,7 +321,6 @@ def _lists_of_samples(parts: dict[Any, Any], layout: Layout) -> set[Any]:
 def _sizes(
     thing: Any, layout: Layout, depth: int = -1, width: int | None = None, key: Any = None, is_root: bool = False
 ) -> Iterator[int]:
-    """Yield the number of samples of each tensor, array and list of samples found in ``thing``."""
     if isinstance(thing, PackedSequence):  # the data tensor has one row per time step of each sequence
         yield int(thing.batch_sizes[0])
     elif _is_tensor(thing):

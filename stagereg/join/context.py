@@ -1,11 +1,11 @@
 """The ``Join`` context manager: ``with Join([model, optimizer]) as join: ...`` around a training loop.
 
 There are two ways to write the loop. In a plain loop, as with torch, a rank that runs out of data leaves the loop and
-waits in ``__exit__``. For each step of the active ranks, it runs the hooks of the joinables, which take part in the
-step's collectives. With ``join.iterate(loader)``, all ranks run the loop body until no rank has data; ranks without
-data get empty batches. When no rank is active any more, the post-hooks run and all ranks continue together.
+waits in ``__exit__``. Meanwhile it runs the hooks of the joinables once per step of the active ranks, to take part in
+the collectives of that step. With ``join.iterate(loader)``, all ranks run the loop body until no rank has data; ranks
+without data get empty batches. In both cases, all ranks then run the post-hooks and continue together.
 
-``Join`` restores all state that it changed, on every exit path. :mod:`stagereg.join.session` exchanges membership.
+``Join`` restores all state that it changed, on every exit path.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ class Join:
             Accepts :class:`Joinable` objects, torch's joinables, FSDP modules, and objects without collectives whose
             state must stay equal on all ranks: a ``torch.optim.Optimizer``, an LR scheduler, or a function. Ranks that
             left the loop call the object's ``step()`` (or the function) once per step, after the step's gradients are
-            reduced. The first joinable must announce its rank each step, as DDP does. torch's protocol uses its
-            device.
+            reduced. The first joinable must signal before each step that its rank still has data, as DDP does. With
+            torch's protocol, the join's collectives run on its device.
         enable: False disables the context, for inputs known to be even.
         throw_on_early_termination: when a rank runs out of data, raise on all ranks at the same step.
-        mode: how ranks exchange which ranks still have data. ``"planned"``: from the lengths of loaders, without a
-            collective per step. ``"counted"``: one asynchronous all-reduce per step; ``"planned"`` also counts if a
-            step depends on which ranks are active. ``"auto"``: planned if every loader has a length, otherwise counted.
-            ``"torch"``: like torch's ``Join``. ``None``: torch's protocol in a plain loop, ``"auto"`` with ``loader``
-            or :meth:`iterate`.
+        mode: how a rank determines which ranks still have data. ``"planned"``: from the lengths of all loaders, without
+            a collective per step. ``"counted"``: one asynchronous all-reduce per step; ``"planned"`` also does this if
+            a step depends on which ranks are active. ``"auto"``: planned if every loader has a length, otherwise
+            counted. ``"torch"``: like torch's ``Join``. ``None``: like torch's ``Join`` in a plain loop, otherwise
+            ``"auto"`` (with ``loader`` or :meth:`iterate`).
         loader: the loader of a plain loop; only its length is used.
-        timeout: seconds after which all other ranks raise if a rank does not respond or does not reach a step; half an
-            hour on entering. Must be longer than any step. Also the process group's timeout during the join.
+        timeout: seconds after which all other ranks raise if a rank does not respond or does not reach a step. Must be
+            longer than any step. While ranks enter the join, the limit is half an hour. Also the process group's
+            timeout during the join.
         average: default of ``over`` in :meth:`mean`: ``"samples"``, ``"world"`` or ``"active"``.
         **kwargs: passed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
 
@@ -78,10 +79,11 @@ class Join:
         joinables: the joinables by name, such as ``join.joinables["metrics"]``; in a list, names are indices (``"0"``).
 
     Raises:
-        JoinError: (a ``ValueError``) the list is empty, an option is unknown, process groups differ, the first
-            joinable cannot announce, or a step cannot be shadowed.
+        JoinError: (a ``ValueError``) the list is empty, an option is unknown, process groups differ, the first joinable
+            cannot signal its steps, or ranks without data cannot take part in a step.
         ConfigError: (a ``ValueError``) ``mode`` or ``average`` is not a valid value.
-        UnevenInputsError: (a ``RuntimeError``) a rank ran out of data, with ``throw``; at the step or on leaving.
+        UnevenInputsError: (a ``RuntimeError``) with ``throw_on_early_termination``, a rank ran out of data; raised in a
+            step or on leaving.
         PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not respond. The process group is
             unusable; terminate the process.
 
@@ -138,7 +140,7 @@ class Join:
         self._configs: list[Any] = []
         self._session: JoinSession | None = None
         self._counter = SampleCounter()
-        self._warned = False  # about a loss that is not a sum
+        self._warned = False  # whether the warning about a loss that is not a sum was logged
         self._collectives = 0  # collectives that this rank had run in the group on entering
 
     def __enter__(self) -> Join:
@@ -185,8 +187,8 @@ class Join:
             joinable: the calling joinable; its constructor has called ``Joinable.__init__``.
 
         Returns:
-            For the first joinable, with torch's protocol: the work of an asynchronous all-reduce whose one value is the
-            number of active ranks. Otherwise None.
+            For the first joinable, if the join works like torch's: the handle of an asynchronous all-reduce whose
+            result is the number of active ranks. Otherwise None.
 
         Raises:
             UnevenInputsError: (a ``RuntimeError``) the join was constructed to throw, and a rank has run out of data.
@@ -198,21 +200,22 @@ class Join:
     ) -> Iterator[Any]:
         """Loop over a loader, with as many steps on every rank as the longest loader has.
 
-        Ranks without data run the body on an empty batch: ``batch[:0]``, nested structures included. Use losses with
-        ``reduction="sum"`` and pass them to :meth:`mean`, and use ``x.flatten(1)``, not ``x.view(len(x), -1)``. A batch
-        that the body skips with ``continue`` before the model's forward is not a step. After a ``break`` on one rank,
-        that rank runs the joinables' hooks, as in a plain loop.
+        Ranks without data run the body on an empty batch: ``batch[:0]``, also for tensors in nested containers. Use
+        losses with ``reduction="sum"`` and pass them to :meth:`mean`, and use ``x.flatten(1)``, not
+        ``x.view(len(x), -1)``. A batch that the body skips with ``continue`` before the model's forward is not a step.
+        A rank that leaves the loop with ``break`` runs the joinables' hooks, as in a plain loop.
 
         Args:
             loader: this rank's batches. If all loaders have a length, the lengths are exchanged once, not per step.
-            example: an empty batch, on all ranks, for batches that cannot be emptied automatically. Not needed for
-                classes registered with ``stagereg.empty_batch.register(CLASS, function)``.
-            batch_dim: the sample dimension of tensors that have such a dimension, such as 1 for ``[time, batch,
-                features]``, or a mapping from keys of the batch, ``{"x": 1}``. 0 for all other tensors.
+            example: an empty batch, for loaders whose batches cannot be emptied automatically. Pass it on all ranks.
+                Not needed for classes registered with ``stagereg.empty_batch.register(CLASS, function)``.
+            batch_dim: the sample dimension of tensors that have such a dimension, such as 1 for
+                ``[time, batch, features]``, or a mapping from keys of the batch, ``{"x": 1}``. 0 for all other tensors.
 
         Raises:
             JoinError: the join was not entered; or a batch, or an example with samples, cannot be emptied.
-            UnevenInputsError: with ``throw``; before the first step if the lengths are planned.
+            UnevenInputsError: with ``throw_on_early_termination``, a rank ran out of data; if the lengths are planned,
+                raised before the first step.
         """
         if not self._enable or self._mode == "torch":  # torch's protocol supports plain loops only
             for batch in loader:
@@ -226,10 +229,10 @@ class Join:
         )
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
-        """Return the mean loss of all ranks. The average of its gradients over ranks is the gradient of the mean.
+        """Return the mean loss of all ranks. Averaging its gradients over ranks gives the gradient of that mean.
 
-        Collective, except for ranks that left the loop: ranks call it in the same order. Runs one small all-reduce, and
-        synchronizes with the device if the loss is on an accelerator.
+        Collective: all ranks in the loop call it in the same order. Ranks that left the loop do not call it. Runs one
+        small all-reduce, and synchronizes with the device if the loss is on an accelerator.
 
         Args:
             loss_sum: the sum of the losses of this rank's samples, a scalar of any floating dtype, such as the result
@@ -240,11 +243,11 @@ class Join:
                 the rank has received samples since this line last ran, as in a program that accumulates losses.
             over: ``"samples"``: the sum of all ranks' losses divided by the sum of their ``n``. ``"world"``: the mean
                 of the ranks' means, where ranks without data count as zero. ``"active"``: the mean over the ranks with
-                data. These match torch's ``divide_by_initial_world_size`` True and False. ``None``: the join's
-                ``average``.
+                data. ``"world"`` and ``"active"`` match torch's ``divide_by_initial_world_size`` True and False.
+                ``None``: the join's ``average``.
 
         Returns:
-            The mean, a scalar, equal on all ranks, for example for a log.
+            The mean, a scalar that is equal on all ranks, for backward and for logs.
 
         Raises:
             JoinError: called outside the join; or ``n`` may include the samples of an earlier batch.
@@ -315,7 +318,7 @@ class Join:
     # -- leaving
 
     def _must_have_announced(self, session: JoinSession) -> None:
-        """Raise if the first joinable ran collectives without announcing this rank: other ranks would hang."""
+        """Raise if the first joinable ran collectives without announcing its steps, so that other ranks would hang."""
         first = self._joinables[0]
         if session.steps or first.announces_itself or collectives_of(self._group) == self._collectives:
             return
@@ -326,12 +329,11 @@ class Join:
         )
 
     def _record(self) -> None:
-        """Record this rank's number of steps and samples in this join."""
         given = self._counter.given
         counts = {"samples": given.samples} if given.batches and given.samples is not None else {}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
-            if not self._session.terms.foreign:  # steps of foreign joinables are announced elsewhere
+            if not self._session.terms.foreign:  # torch's Join announces the steps of foreign joinables
                 counts["steps"] = self._session.steps - self._session.shadowed
             record.emit("join", **counts)
         elif given.batches:
@@ -339,7 +341,7 @@ class Join:
 
     def _restore(self) -> None:
         session, self._session = self._session, None
-        with contextlib.ExitStack() as every:  # runs all callbacks, even if some raise
+        with contextlib.ExitStack() as every:  # runs every callback, even if another one raises
             if session is not None:
                 if session.peers.failed:
                     every.callback(discard_channels, self._group)
@@ -351,7 +353,6 @@ class Join:
 
 
 def _named(joinables: Any) -> Mapping[str, Any]:
-    """Return joinables by name; joinables in a list are named by their index."""
     if not isinstance(joinables, Iterable):
         raise JoinError(f"joinables must be a list, such as Join([model, optimizer]), got a {type(joinables).__name__}")
     return joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
@@ -372,14 +373,15 @@ def configured(
 ) -> Join:
     """Make a :class:`Join` from configuration: ``stagereg.instantiate(cfg.join, model=model, optimizer=optimizer)``.
 
-    Each object gets the joinable of its name in ``joinables``; other objects are adapted as in :class:`Join`. The
-    objects come first, in the given order, followed by the joinables that need no object.
+    An object whose name is in ``joinables`` gets that joinable; other objects are adapted as in :class:`Join`. The join
+    lists the objects first, in the given order, then the joinables that need no object.
 
     Args:
         objects: a list of objects that need no names.
-        joinables: a factory of the joinable for each object, by name; on the command line,
-            ``joinable@join.joinables.model=fsdp2``. The factory is called with the object; with its items as keyword
-            arguments, if the object is a mapping; or without arguments, if no object has that name.
+        joinables: factories of joinables, by the name of the object; on the command line,
+            ``joinable@join.joinables.model=fsdp2``. A factory is called with the object of its name. If the object is a
+            mapping, its items are passed as keyword arguments. If no object has that name, the factory is called
+            without arguments.
         enable: False disables the context.
         throw: when a rank runs out of data, raise on all ranks at the same step.
         mode: see :class:`Join`. Here "auto" also applies to plain loops, so all ranks must use stagereg's ``Join``.
@@ -391,7 +393,8 @@ def configured(
         **runtime: the program's objects by name.
 
     Raises:
-        JoinError: a joinable needs an object and has none, or an object needs a joinable and has none.
+        JoinError: a joinable requires an object that was not passed, or an object requires a joinable that is not
+            configured.
     """
     factories = dict(joinables or {})
     given = {**_named(objects or ()), **runtime}
@@ -410,7 +413,7 @@ def configured(
 
 
 def _why_torchs(joinables: Sequence[Joinable]) -> str:
-    """Return why ``join.iterate`` is unavailable: the first joinable announces through torch's ``Join``."""
+    """Return why ``join.iterate`` is unavailable if the first joinable announces steps through torch's ``Join``."""
     first = type_name(joinables[0])
     own = next((type_name(each) for each in joinables if isinstance(each, TrackedJoinable)), None)
     advice = f"List the {own} before the {first}" if own else f"Derive {first} from stagereg.Joinable"
@@ -421,7 +424,6 @@ def _why_torchs(joinables: Sequence[Joinable]) -> str:
 
 
 def _joinable(name: str, thing: Any, factories: Mapping[str, Callable[..., Joinable]], given: Mapping[str, Any]) -> Any:
-    """Return the joinable of an object, from the factory of its name or by :func:`auto`."""
     if name in factories:
         return _make(name, factories[name], given)
     try:

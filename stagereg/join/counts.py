@@ -29,14 +29,14 @@ _COUNTS_IN_FULL = (
 
 
 class Given(NamedTuple):
-    """The numbers of batches, of their samples (``None``: unknown) and of empty batches that a rank got."""
+    """The numbers of batches, of samples (``None``: unknown) and of empty batches that a rank has received."""
 
     batches: int = 0
     samples: int | None = 0
     empty: int = 0
 
     def since(self, before: Given) -> Given:
-        """Return the counts since ``before``."""
+        """Return the difference between these counts and the earlier counts ``before``."""
         unknown = self.samples is None or before.samples is None
         samples = None if unknown else self.samples - before.samples  # type: ignore[operator]
         return Given(self.batches - before.batches, samples, self.empty - before.empty)
@@ -46,16 +46,16 @@ class SampleCounter:
     """Counts the batches that one rank receives in a join, and checks the program's ``n`` against the counts.
 
     Attributes:
-        given: all counts so far.
+        given: the counts of all batches so far.
         is_empty: whether the last batch is empty.
-        kept: the numbers, by path, that the empty batch retains from a batch with samples.
+        kept: the nonzero numbers in the last empty batch, by path. They come from a batch with samples.
     """
 
     def __init__(self) -> None:
         self.given = Given()
         self.kept: dict[str, float] = {}
         self.is_empty = False
-        self._calls: dict[Hashable, tuple[Given, Given]] = {}  # ``given`` at the previous and latest batch of a call
+        self._calls: dict[Hashable, tuple[Given, Given]] = {}  # by line of the program: counts at its last 2 batches
         self._warned = False
 
     def add(self, batch: Any, layout: Layout | None = None) -> None:
@@ -67,22 +67,23 @@ class SampleCounter:
         self.given = Given(batches + 1, total, empty)
 
     def add_empty(self, kept: dict[str, float]) -> None:
-        """Count an empty batch; ``kept`` are its numbers from a batch with samples."""
+        """Count an empty batch. ``kept``: the numbers in it that come from a batch with samples, by path."""
         self.is_empty, self.kept = True, kept
         self.given = self.given._replace(empty=self.given.empty + 1)
 
     def counted(self, call: Hashable, n: float, total: float, over: str, trains: bool) -> float:
-        """Return the ``n`` to use when the program passes ``n`` with a sum of ``total``.
+        """Return the ``n`` to use, when the program calls ``join.mean`` with ``n`` and a loss sum of ``total``.
 
-        A program that accumulates losses passes ``n`` for several batches, even on an empty batch. ``call`` identifies
-        the line of the call; ``trains``: whether the sum has a gradient.
+        A program that accumulates losses passes the ``n`` of several batches, and may do so on an empty batch. ``call``
+        identifies the line of the call. ``over`` is the argument of ``join.mean``. ``trains``: whether the sum has a
+        gradient.
 
         Raises:
-            JoinError: ``n`` is neither 0 nor the samples since the last call, and may include a number that the empty
-                batch retains from a batch with samples.
+            JoinError: ``n`` is neither 0 nor the number of samples since the last call, and may include a number that
+                the empty batch retains from a batch with samples.
         """
         before, last = self._calls.get(call, (Given(), Given()))
-        if last != self.given:  # equal if the call is repeated on the same batch
+        if last != self.given:  # not a second call on the same batch
             before = last
         self._calls[call] = before, self.given
         since = self.given.since(before)
@@ -90,7 +91,7 @@ class SampleCounter:
             return n
         samples = "an unknown number of" if since.samples is None else since.samples
         has_loss = bool(total) and not math.isnan(total)
-        # A constant n may equal the number of all samples so far, but its sum is zero on an empty batch.
+        # A constant n may happen to equal the number of all samples so far, but then the loss of an empty batch is 0.
         known = {each.samples for each in ((since, self.given) if has_loss else (since,)) if each.samples}
         if known & {n, total} and (has_loss or n not in self.kept.values()):
             return n
@@ -125,8 +126,9 @@ class SampleCounter:
 class Index:
     """Continues, on empty batches, the index that wrappers such as ``enumerate`` add to batches.
 
-    An integer item of a batch counts as an index if it increases by one per batch, and starts at 0 or 1 or has done so
-    for three batches. After a single batch, only the first item of a pair counts. With ``enumerate``, any start counts.
+    An integer item of a batch counts as an index if it increases by one per batch, and either starts at 0 or 1, or has
+    increased for three batches. After a single batch, only the first item of a pair counts. If the loader is an
+    ``enumerate`` object, the index may start at any number.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -135,7 +137,7 @@ class Index:
         self._next = 0
 
     def add(self, batch: Any) -> None:
-        """Compare a batch with the previous batches."""
+        """Update the candidates for an index with the next batch."""
         if self._next and not self._first:
             return
         found = {key: part for key, part in parts_of(batch).items() if type(part) is int}
@@ -144,8 +146,8 @@ class Index:
         self._next += 1
 
     def continued(self, empty: Any) -> Any:
-        """Return an empty batch with the next index."""
-        if not self._next:  # an empty batch from another rank
+        """Return an empty batch that has the next index."""
+        if not self._next:  # this rank had no batch: use the index of the other rank's batch
             self.add(empty)
             self._next = 0
         self._first = {key: first for key, first in self._first.items() if self._is_index(key, first, empty)}
@@ -161,5 +163,5 @@ class Index:
 
     @property
     def places(self) -> set[str]:
-        """The paths of the indices in a batch, as in messages."""
+        """The paths of the indices in a batch, in the form that messages print."""
         return {f"batch[{key!r}]" for key in self._first}

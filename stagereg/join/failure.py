@@ -1,9 +1,9 @@
-"""Rank failures in a join: every surviving rank raises soon, with an error that names the failed rank and the cause.
+"""Detects rank failures in a join: every surviving rank soon raises an error that names the failed rank and the cause.
 
-A rank that raises publishes its error. A killed or frozen rank is found within seconds if a collective of its peers
+A rank that raises publishes its error. A killed or frozen rank is found within seconds if a collective of another rank
 breaks, otherwise within the timeout. If a rank is alive but does not reach a collective, the collective times out on
-the other ranks after the join's timeout; they poll all ranks for two seconds, and name that rank and its step. A rank
-that finds a failure aborts its process group, and :meth:`FailureDetector.explain` returns the reason.
+the other ranks. They then poll all ranks for two seconds, and report that rank and its step. A rank that finds a
+failure aborts its process group, and :meth:`FailureDetector.explain` returns the cause.
 """
 
 from __future__ import annotations
@@ -34,50 +34,51 @@ from stagereg.kernel.broken import (
 )
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
-_GRACE_S = 2.0  # maximum interval between two statuses of a rank that is alive
-_BEATS = int(_GRACE_S / HEARTBEAT_S)  # statuses that a rank publishes in ``_GRACE_S``
-_MERCY_S = 0.6  # seconds that a rank has to leave after a failure, because all ranks may raise the same error
-_ANSWER_S = 1.0  # seconds that the program waits for the thread's rendezvous store calls and other ranks' reports
-_TURN_S = 0.2
-_LONGEST = 1000  # maximum length of a rank's error in messages of other ranks
+_GRACE_S = 2.0  # maximum seconds between two statuses of a live rank
+_BEATS = int(_GRACE_S / HEARTBEAT_S)  # number of statuses that a rank publishes in ``_GRACE_S``
+_MERCY_S = 0.6  # seconds that a rank gets to raise the error itself before its process group is aborted
+_ANSWER_S = 1.0  # maximum seconds to wait for the thread's store calls and for other ranks' reports
+_TURN_S = 0.2  # seconds between two checks of a wait
+_LONGEST = 1000  # maximum characters of a rank's error in messages of other ranks
 _NOTHING = "-"
-_POLL_INTERVAL_S = 2.0  # seconds between checks, by a waiting rank, of whether the others can still arrive
+_POLL_INTERVAL_S = 2.0  # seconds between two polls of the other ranks during a wait
 _OTHER_CALLS = (
     "The ranks do not run the same collectives in the same order. A forward on one rank only is also a "
     "collective, unless it is under torch.no_grad()."
 )
-_CALLS = ("join.mean", "metrics.compute")  # calls in the loop body, made by all ranks that run the body
+_CALLS = ("join.mean", "metrics.compute")  # collective calls, made by every rank that runs the loop body
 
 
 class RankStatus(NamedTuple):
-    """The status that a rank last published."""
+    """The latest status that a rank has published."""
 
-    beat: int  # differs in each status
-    step: int | None = None  # the step that the program is in, if known
-    waits_for: str = ""  # the event that the program awaits under the detector
-    calls: Mapping[str, int] = {}  # how often the program has begun to wait for each of ``_CALLS``
-    collectives: int = 0  # number of collectives that the rank has run in the group
-    elsewhere: bool = False  # whether the rank is outside the loop body, where ``_CALLS`` are made
+    beat: int  # number of this status
+    step: int | None = None  # current step of the program, if known
+    waits_for: str = ""  # the event that the program currently waits for in :meth:`FailureDetector.wait`
+    calls: Mapping[str, int] = {}  # how often the rank has waited in each of ``_CALLS``
+    collectives: int = 0  # number of collectives that the rank has run in the process group
+    elsewhere: bool = False  # whether the rank is outside the loop body, so that it makes none of ``_CALLS``
     progress: Progress = Progress()
 
 
 class FailureDetector:
-    """Detects failures of the other ranks of one join. Construct, start and stop one per join and rank.
+    """Detects failures of the other ranks of one join. Construct, start and stop one detector per join and rank.
 
     Call the methods on the thread that runs the training loop. No method is collective, so the group may contain ranks
     without a detector; these ranks are never suspected of having failed.
 
     The rendezvous store has one key per rank for its status, and one key for the failure, which only the first failure
-    sets. The group's heartbeat thread makes all calls of the store, because these may hang once the process that hosts
-    the store is gone. Each rank watches the next rank that has a status. If that status does not change for long, or a
-    collective fails, the rank reads all statuses twice; ranks without a new status in between have failed. Time is
-    counted in turns of the thread, because this process may be suspended too.
+    sets. All store calls run on the group's heartbeat thread, because they may hang after the process that hosts the
+    store has died. Each rank watches the next rank that has a status. If that status does not change for a long time,
+    or if a collective fails, the rank reads all statuses twice. Ranks without a new status in between have failed. The
+    thread measures time by its own iterations, because this process may be suspended too.
 
     Args:
         group: the process group of the participating ranks.
         timeout_s: seconds that a rank may keep other ranks waiting, and within which a silent rank is found.
         name: equal on all ranks, unique among the joins of the job.
-        step, elsewhere, progress: return this rank's values of the same fields of :class:`RankStatus`.
+        step, elsewhere, progress: functions that return this rank's value of the field of that name in
+            :class:`RankStatus`.
     """
 
     def __init__(
@@ -92,27 +93,27 @@ class FailureDetector:
         self.failure: PeerFailedError | UnevenInputsError | None = None
         self._group, self._timeout_s, self._name, self._step = weakref.ref(group), timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
-        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # multiples of ``_grace_s``
+        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # in units of ``_grace_s``
         ranks = dist.get_process_group_ranks(group)
         here = group.rank()
         self._rank = ranks[here]
         self._others = [*ranks[here + 1 :], *ranks[:here]]
         self._running = self._outermost = False
-        self._limits = contextlib.ExitStack()  # restores the backends' timeouts
+        self._limits = contextlib.ExitStack()  # restores the timeouts of the backends
         self._elsewhere, self._progress, self._calls = elsewhere, progress, dict.fromkeys(_CALLS, 0)
         self._waits_for = ""
-        self._own: PeerFailedError | UnevenInputsError | None = None  # failure to publish
-        self._poll: threading.Event | None = None  # the requested poll; set when the poll has ended
-        self._statuses: Mapping[int, RankStatus] = {}  # result of the last poll
+        self._own: PeerFailedError | UnevenInputsError | None = None  # the failure that this rank must publish
+        self._poll: threading.Event | None = None  # the requested poll of all ranks; set when it has ended
+        self._statuses: Mapping[int, RankStatus] = {}  # statuses of other ranks in the last poll
         self._left = threading.Event()
         self._ended = threading.Event()  # set when the thread has stopped detecting
         self._store_error = "it does not respond"
         self._thread: WorkerThread
-        self._store: Any = None  # used by the thread only, like ``_beat``
+        self._store: Any = None  # used only by the thread, like ``_beat``
         self._beat = 0
 
     def start(self) -> None:
-        """Start publishing that this rank is alive, and watching the others. Does not block."""
+        """Start to publish that this rank is alive, and to watch the other ranks. Does not block."""
         group = self._group()
         if not self._others or self._running or group is None:
             return
@@ -121,7 +122,7 @@ class FailureDetector:
         self._outermost, resources.watched = not resources.watched, True
         self._thread = resources.heartbeat if self._outermost else WorkerThread("stagereg-heartbeat-nested")
         for backend in backends_of(group):
-            with contextlib.suppress(Exception):  # not all backends have a timeout
+            with contextlib.suppress(Exception):  # some backends have no timeout
                 limit = backend.options._timeout
                 backend._set_default_timeout(timedelta(seconds=self._timeout_s))
                 self._limits.callback(backend._set_default_timeout, limit)
@@ -129,7 +130,7 @@ class FailureDetector:
         self._thread.submit(self._run, wake=False)
 
     def stop(self) -> None:
-        """Restore the group's timeout, and stop publishing; other ranks no longer watch this rank. Idempotent."""
+        """Restore the timeouts of the process group, and stop publishing and watching. Idempotent."""
         if self._running:
             self._running = False
             self._left.set()
@@ -145,9 +146,9 @@ class FailureDetector:
             raise error
 
     def report(self, error: BaseException) -> None:
-        """Publish that this rank leaves with ``error``, unless ``error`` is a consequence. Never raises or hangs."""
+        """Publish that this rank leaves with ``error``, unless another rank caused it. Never raises or hangs."""
         if isinstance(error, UnevenInputsError):
-            self._publish(error)  # the other ranks raise the same error
+            self._publish(error)  # so that the other ranks raise the same error
         elif self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
             text = f"rank {self._rank} failed: {message}\nRead the output of rank {self._rank} for the cause."
@@ -156,7 +157,7 @@ class FailureDetector:
             self._publish(PeerFailedError(text, self._rank, message))
 
     def explain(self, error: BaseException) -> StageregError | None:
-        """Return, within four seconds, the failure that broke a collective with ``error``; ``None`` if unknown."""
+        """Return the failure that broke a collective with ``error``; ``None`` if unknown. Takes up to four seconds."""
         if not self._running or not is_broken_operation(error):
             return None
         if is_timeout(error):
@@ -172,11 +173,12 @@ class FailureDetector:
         return self._known()
 
     def wait(self, ready: Callable[[float], bool], what: str, limit_s: float = 0.0) -> None:
-        """Wait until ``ready``, for at most ``timeout_s`` or ``limit_s``, plus the seconds needed to name a rank.
+        """Wait until ``ready``, for at most ``timeout_s`` or ``limit_s``, plus the seconds to find the missing rank.
 
-        ``ready`` waits for at most the given seconds, and returns whether ``what`` has arrived. Raises:
-        ``PeerFailedError`` if a rank has failed or some rank did not arrive; errors of ``ready`` are replaced by their
-        cause, if known.
+        ``ready(seconds)`` waits for at most the given seconds, and returns whether ``what`` has arrived.
+
+        Raises: ``PeerFailedError`` if a rank has failed or some rank did not arrive in time. If ``ready`` raises
+        because a rank has failed, that failure is raised instead.
         """
         limit_s = max(limit_s, self._timeout_s)
         ends, looks, stuck = time.monotonic() + limit_s, time.monotonic() + _POLL_INTERVAL_S, 0
@@ -191,7 +193,7 @@ class FailureDetector:
                     self._overdue(what, limit_s)
                 elif now > looks and self._running and (poll is None or poll.is_set()):
                     stuck = stuck + 1 if poll is not None and self._all_went_on() else 0
-                    if stuck == 2:  # anything sent before those collectives would have arrived by now
+                    if stuck == 2:  # messages sent before these collectives would have arrived by now
                         self._publish(self._left_behind(what))
                     poll = self._poll = threading.Event()
                     self._thread.wake.set()
@@ -204,7 +206,7 @@ class FailureDetector:
             self._waits_for = ""
 
     def _all_went_on(self) -> bool:
-        """Return whether each other rank runs a collective that this waiting rank does not run."""
+        """Return whether every other rank runs a collective that this waiting rank does not run."""
         own = collectives_of(self._group())
         return len(self._statuses) == len(self._others) and all(
             each.collectives > own for each in self._statuses.values()
@@ -221,9 +223,10 @@ class FailureDetector:
             self._publish(self._passed_over(what) or self._late(what, f"did not reach {what} within {limit_s:g} s"))
 
     def _passed_over(self, what: str) -> PeerFailedError | None:
-        """Name the ranks that have skipped a call in which other ranks wait.
+        """Return the error for ranks that skipped a call in which other ranks wait, or ``None``.
 
-        All ranks run the same collectives in the same order, so a rank that has run more than a caller skipped it.
+        All ranks run the same collectives in the same order. So a rank that has run more collectives than a waiting
+        rank has skipped its call.
         """
         statuses = dict(sorted({**self._statuses, self._rank: self._status(what)}.items()))
         for call in _CALLS:
@@ -274,7 +277,7 @@ class FailureDetector:
         return PeerFailedError(text, failure.rank, failure.message)  # a new exception for each raise
 
     def _publish(self, failure: PeerFailedError | UnevenInputsError) -> None:
-        """Publish a failure to all ranks, unless a failure is known. Waits at most one second for the publication."""
+        """Publish a failure to all ranks, unless a failure is already known. Waits for at most one second."""
         if self.failure is None:
             self._own = failure
             self._thread.wake.set()
@@ -282,7 +285,6 @@ class FailureDetector:
             self.failure = self.failure or failure
 
     def _poll_all(self, waits_for: str) -> None:
-        """Update the ranks' statuses, or set ``failure`` if the rendezvous store does not respond."""
         self._waits_for = waits_for
         poll = self._poll = threading.Event()
         self._thread.wake.set()
@@ -297,11 +299,11 @@ class FailureDetector:
                 "end of that process's output first."
             )
 
-    # The methods below run on the thread.
+    # The methods below run on the heartbeat thread.
 
     def _run(self) -> None:
         try:
-            self._thread.wake.set()  # skip the wait of the first turn
+            self._thread.wake.set()  # so that the first iteration does not wait
             self._watch()
             if self._beat and self.failure is None:
                 self._store.delete_key(str(self._rank))
@@ -325,7 +327,6 @@ class FailureDetector:
                 self._look_at_all()
 
     def _turn(self) -> bool:
-        """Wait one interval, publish, and read the failure; return whether to continue."""
         self._thread.wake.wait(self._grace_s / _BEATS)
         self._thread.wake.clear()
         if self.failure is not None or (self._left.is_set() and self._own is None):
@@ -336,7 +337,7 @@ class FailureDetector:
         return self.failure is None
 
     def _look_at_all(self) -> None:
-        """Read all statuses before and after live ranks publish; ranks without a new status have failed."""
+        """Read all statuses twice, with time for live ranks to publish. Ranks without a new status have failed."""
         poll, self._poll = self._poll, None
         before = dict(self._others_statuses())
         for _ in range(_BEATS):
@@ -353,7 +354,6 @@ class FailureDetector:
             poll.set()
 
     def _compare(self, statuses: Mapping[int, RankStatus]) -> None:
-        """Find ranks whose collectives contradict this rank's, so that collectives would be paired incorrectly."""
         own = self._progress()
         for rank, status in statuses.items():
             for who, one, other in ((rank, status.progress, own), (self._rank, own, status.progress)):
@@ -364,12 +364,14 @@ class FailureDetector:
         return pickle.loads(self._store.compare_set("failure", "", pickle.dumps(failure)))
 
     def _read(self, key: str) -> Any:
-        """Return a value or ``None``. ``get`` and ``check`` may wait for a missing key; ``compare_set`` does not."""
+        """Return the value of a key, or ``None`` if it is missing.
+
+        ``get`` and ``check`` may wait for a missing key; ``compare_set`` does not.
+        """
         value = self._store.compare_set(key, _NOTHING, _NOTHING)
         return None if value == _NOTHING.encode() else pickle.loads(value)
 
     def _others_statuses(self) -> Iterator[tuple[int, RankStatus]]:
-        """Yield the statuses of the other ranks in the join, starting at the next rank."""
         for rank in self._others:
             status = self._read(str(rank))
             if status is not None:

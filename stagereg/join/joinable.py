@@ -1,8 +1,7 @@
-"""Joinables and join hooks, under torch's names.
+"""Joinables and join hooks, with the names and signatures of ``torch.distributed.algorithms.join`` (torch 2.13).
 
-Signatures and behaviour match ``torch.distributed.algorithms.join`` (torch 2.13). torch's joinables pass
-``isinstance(..., Joinable)`` here, and stagereg's joinables work in torch's ``Join``. Members that only stagereg's
-``Join`` uses are declared here with defaults, so a subclass overrides only the members that it needs.
+torch's joinables pass ``isinstance(..., Joinable)`` here, and stagereg's joinables work in torch's ``Join``. Members
+that only stagereg's ``Join`` uses have defaults in these classes, so a subclass overrides only the members it needs.
 """
 
 from __future__ import annotations
@@ -29,41 +28,43 @@ B = TypeVar("B", bound="BuiltInJoinable")
 class JoinHook(_TorchJoinHook):
     """The actions of a rank without data for one joinable.
 
-    A subclass overrides the methods that it needs: torch's ``main_hook``, in which a joined rank takes part in one step
-    of the active ranks; torch's ``post_hook``, called once on every rank when all have joined; and the methods below,
-    which torch's ``Join`` does not call. A hook from a config is constructed with its joinable, then its options.
+    A subclass overrides the methods that it needs. From torch: ``main_hook``, in which a rank that left the loop takes
+    part in one step of the active ranks, and ``post_hook``, called once on every rank after all ranks have left the
+    loop. torch's ``Join`` does not call the methods below. A hook from a config is constructed with its joinable, then
+    with its options.
     """
 
     def on_exhausted(self) -> None:
-        """Called once, when this rank has left its loop and is about to wait for the others."""
+        """Called once, when this rank has left its loop and is about to wait for the other ranks."""
 
     def before_step(self) -> None:
-        """Called on all hooks in order when a step has begun on ranks with data, before the first ``main_hook``."""
+        """Called when a step has begun on ranks with data, on all hooks in order, before the first ``main_hook``."""
 
 
 class JoinConfig(_JoinConfig):
-    """A joinable's settings in a join. Not torch's class, because torch's ``Join`` leaves instances of it behind."""
+    """The settings of a joinable in a join. Not torch's class, whose instances torch's ``Join`` leaves behind."""
 
 
 class Joinable(ABC):
     """An object that runs its own collectives in every training step.
 
     A subclass calls this constructor, and calls ``Join.notify_join_context(self)`` before its collectives of each step.
-    For the first joinable of a join, this call announces the rank; for the others it has no effect.
+    For the first joinable of a join, this call announces that the rank still has data; for other joinables it does
+    nothing.
 
     stagereg's ``Join`` calls ``join_hook`` and then :meth:`attach` on entering, and :meth:`detach` on every exit path.
     torch's ``Join`` calls only ``join_hook``, in its constructor.
 
     Attributes:
-        has_no_collectives: whether the object runs no collectives itself, so that it cannot announce the rank.
-        may_be_first: whether the object announces the rank before each step, as the first joinable of a join must.
-        announces_itself: whether the object announces without stagereg's ``Join.notify_join_context``: by the forward
+        has_no_collectives: whether the object runs no collectives, so that it cannot announce a step.
+        may_be_first: whether the object announces every step, as the first joinable of a join must.
+        announces_itself: whether the object announces without stagereg's ``Join.notify_join_context``: in the forward
             of a module, or through torch's ``Join``.
-        reduces_gradients: whether ranks reduce a model's gradients through this object; joinables after it step only if
-            the gradients were reduced.
-        reduced: whether the last shadowed step ended with reduced gradients, if the object reduces any.
-        after: the joinable of the model whose gradients this one needs; ``None``: the nearest one listed before it.
-        hook: a factory that makes the hook from the joinable; ``None``: :attr:`own_hook`.
+        reduces_gradients: whether ranks reduce a model's gradients through this object. Joinables after it in the list
+            step only if the gradients were reduced.
+        reduced: whether the last shadowed step (a step of other ranks, while this rank had no data) reduced gradients.
+        after: the joinable of the model whose gradients this joinable uses. ``None``: the nearest model before it.
+        hook: a factory that makes the hook from the joinable. ``None``: :attr:`own_hook`.
         own_hook: the class of the default hook. If the class is registered, the joinable's config has its options.
         session: the join that the joinable is attached to, while stagereg's ``Join`` is entered.
     """
@@ -87,37 +88,37 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for one join. All joinables of a join get the same ``kwargs``; each uses its own."""
+        """Return the hook for one join. All joinables of a join get the same ``kwargs``; each uses those it knows."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device of the join's own collectives, if this joinable is the first."""
+        """The device of the collectives that the join itself runs, if this joinable is the first."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The process group of the collectives, equal for all joinables of a join."""
+        """The process group of the collectives; must be equal for all joinables of a join."""
 
     def attach(self, session: JoinSession) -> None:
         """Called on entering the join, before the first step. ``session`` is valid until :meth:`detach`."""
         self.session = session
 
     def detach(self) -> None:
-        """Restore everything that ``join_hook`` and ``attach`` changed outside this object. Idempotent."""
-        vars(self).pop("session", None)  # leave no attribute behind
+        """Undo every change that ``join_hook`` and ``attach`` made outside this object. Idempotent."""
+        vars(self).pop("session", None)  # leave no attribute of the join on the object
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
-        """Return whether a step depends on which ranks are active; if so, ranks exchange this in every step."""
+        """Return whether a step depends on which ranks are active. If so, the ranks exchange this in every step."""
         return False
 
     @property
     def has_unfinished_step(self) -> bool:
-        """Whether this rank has begun a step that the other ranks cannot finish without this rank."""
+        """Whether this rank has begun a step that the other ranks cannot finish without it."""
         return False
 
     def make_hook(self, default: Callable[[Any], JoinHook] | None = None) -> JoinHook:
-        """Return the hook of this joinable, from :attr:`hook` if set, otherwise from ``default``.
+        """Return the hook of this joinable, made by :attr:`hook`, or by ``default`` if :attr:`hook` is ``None``.
 
         ``default`` defaults to :attr:`own_hook`.
 
@@ -136,7 +137,7 @@ class Joinable(ABC):
         return hook
 
     def is_due(self) -> bool:
-        """Return whether the active ranks step their optimizers in the shadowed step, instead of accumulating."""
+        """Return whether to step in the shadowed step: whether the active ranks reduced gradients in that step."""
         model = self.after
         if model is None and self.session is not None:
             listed = self.session.joinables
@@ -148,10 +149,10 @@ class BuiltInJoinable(Joinable):
     """A joinable with a given device and process group.
 
     Args:
-        hook: a factory of the hook; ``None``: :attr:`own_hook`, the hook of its kind.
-        process_group: the group of its collectives; ``None``: the default group.
+        hook: a factory of the hook. ``None``: :attr:`own_hook`.
+        process_group: the process group of its collectives. ``None``: the default group.
         device: the device of its collectives.
-        stands_for: a torch object that is itself a joinable, such as a DDP module, and stores the configuration.
+        stands_for: a torch object that is itself a joinable, such as a DDP module. It stores the join's settings.
     """
 
     own_hook: Callable[[Any], JoinHook]
@@ -190,10 +191,10 @@ class BuiltInJoinable(Joinable):
 
 
 class BuiltInHook(JoinHook, Generic[B]):
-    """The hook of one kind of joinable. Raises: ``JoinError`` if constructed with another kind.
+    """The hook of one kind of joinable. Raises: ``JoinError`` if the joinable is of another kind.
 
     Args:
-        joinable: a joinable of the hook's kind.
+        joinable: the joinable that the hook acts for.
     """
 
     def __init__(self, joinable: B, /) -> None:
@@ -216,15 +217,15 @@ def uncompiled(thing: Any) -> Any:
 
 
 def is_native(joinable: object) -> TypeGuard[Joinable]:
-    """Return whether an object has all members of :class:`Joinable` and is not a joinable of torch."""
+    """Return whether an object has all members of :class:`Joinable` and is not one of torch's joinables."""
     kind = type(joinable)
     return Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__
 
 
 def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
-    """Announce a step as :meth:`stagereg.Join.notify_join_context` does; ``reduces``: whether it reduces gradients.
+    """Announce a step as :meth:`stagereg.Join.notify_join_context` does.
 
-    ``reduces=None``: not known yet.
+    ``reduces``: whether the step reduces gradients; ``None``: not known yet.
     """
     if not hasattr(joinable, "_join_config"):
         raise JoinableNotInitializedError(
@@ -238,7 +239,7 @@ def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
 
 
 def announce(joinable: Any, reduces: bool | None, throws_later: bool = False) -> dist.Work | None:
-    """Announce a step of any joinable. ``throws_later``: the caller raises, except in torch's protocol."""
+    """Announce a step of any joinable. ``throws_later``: the caller checks for ranks without data."""
     throw = joinable._join_config.throw_on_early_termination
     session = joinable.session if is_native(joinable) else None
     if session is not None and (membership := session.begin(reduces)) is not None:

@@ -1,4 +1,4 @@
-"""One loop over data, on one rank of a join: the ranks that still have data, and the batches for the loop body."""
+"""One loop over data in a join, on one rank: tracks which ranks still have data, and yields batches to the body."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ class Terms:
     """The options with which a join was entered."""
 
     mode: str | None  # see `stagereg.Join`
-    throw: bool  # whether all ranks raise when one runs out of data
-    needs_active_ranks: bool  # whether a step depends on the active ranks, so that planned lengths are not enough
+    throw: bool  # whether all ranks raise when one rank runs out of data
+    needs_active_ranks: bool  # whether each step needs the active ranks, not only the planned lengths
     several_models: bool = False  # whether several joinables reduce gradients
-    foreign: str = ""  # why join.iterate is unavailable, if the first joinable announces through torch's `Join`
+    foreign: str = ""  # why join.iterate is unavailable, if the first joinable uses torch's `Join`
 
 
 class Loop:
-    """A loop over data, on one rank. Ranks without data leave a plain loop; join.iterate runs the body on all ranks.
+    """A loop over data, on one rank.
 
-    The constructor is collective if the mode needs the loaders' lengths: it sends this rank's length to the others.
+    In a plain loop, a rank that runs out of data leaves the loop. With ``join.iterate``, all ranks run the loop body
+    until no rank has data. The constructor is collective if ``mode`` requires the loader lengths: ranks exchange them.
 
     Attributes:
-        iterates: whether all ranks run the body.
+        iterates: whether the loop uses ``join.iterate``.
         running: whether the generator of :meth:`run` has begun, and has neither ended nor been closed.
-        awaits_step: whether the body got a batch and no step has begun on this batch.
-        trains: whether gradients were enabled when the body got a batch; otherwise the whole loop is an evaluation.
-        decided: :attr:`membership`, once it has been read.
+        awaits_step: whether the body has received a batch and no step has begun on this batch.
+        trains: whether gradients were enabled when the body received the batch. If not, the loop is an evaluation.
+        decided: the value of :attr:`membership`, or ``None`` before its first access.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Loop:
         self.decided: Membership | None = None
         self.counter: SampleCounter | None = None  # counts the batches of join.iterate
         self._empty: Any = None  # an empty batch, or the error from emptying a batch
-        self._is_published = False  # whether the empty batch was published to ranks that never had a batch
+        self._is_published = False  # whether this rank has offered its empty batch to ranks that never had a batch
         self._loader = loader
         self._length: int | None = None
         with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # the loader has no length
@@ -81,7 +82,7 @@ class Loop:
 
     @property
     def membership(self) -> Membership:
-        """The ranks that still have data. The first access waits for the lengths of all ranks."""
+        """The ranks that still have data. The first access waits for the loader lengths of all ranks."""
         if self.decided is None:
             self.decided = self._decide()
         return self.decided
@@ -105,7 +106,7 @@ class Loop:
         return AllReduceMembership(self._channel, terms.throw, peers.wait, self._length)
 
     def begin(self, membership: Membership, reduces: bool | None) -> None:
-        """Begin a step on this rank."""
+        """Begin a step on this rank, and announce the step to the other ranks."""
         self.awaits_step = False
         if self.iterates and membership.over:
             raise JoinError(
@@ -118,7 +119,7 @@ class Loop:
             self._publish(self._empty, membership)
 
     def leave(self) -> bool:
-        """Run the hooks for the rest of the loop; return whether this rank had data in the last step."""
+        """Run the hooks until the loop has ended on all ranks. Return whether this rank had data in the last step."""
         membership = self.membership
         self._peers.follows = not membership.over
         membership.empty = False
@@ -130,18 +131,19 @@ class Loop:
         return membership.shadowed == 0
 
     def close(self) -> None:
-        """End the loop, when no rank has data. Idempotent."""
+        """End the loop on this rank. Called when no rank has data. Idempotent."""
         if not self._closed:
             self._closed = True
             self._peers.end_loop()
-            if not self.membership.all_took_every_step:  # if all did, no rank has responded to requests
+            if not self.membership.all_took_every_step:  # otherwise no rank responded to join.mean requests
                 self._responder.close()
 
     def run(self, example: Any, layout: Layout, counter: SampleCounter) -> Iterator[Any]:
-        """Yield this rank's batches, counted in ``counter``, then empty batches while other ranks have data.
+        """Yield this rank's batches, then empty batches while other ranks have data. Counts all batches in ``counter``.
 
-        A rank without data checks, before each step, whether the step begins on any rank; if so, the body gets an empty
-        batch, and its forward is not announced. Ranks announce forwards, not batches: a skipped batch is not a step.
+        A step begins with a forward, so a batch that the body skips is not a step. A rank without data waits until a
+        step begins on some rank, then yields an empty batch. A forward on an empty batch is not announced to the other
+        ranks.
         """
         self.running = True
         self.counter = counter
@@ -160,7 +162,7 @@ class Loop:
                 counter.add(batch, layout)
                 index.add(batch)
                 yield batch
-                del batch  # allow the batch's memory to be freed
+                del batch  # so that the memory of the batch can be freed
             self.awaits_step = False
             while self._another_begins(membership := self.membership):
                 if empty is None:
@@ -170,7 +172,7 @@ class Loop:
                 membership.expects_empty_step = True
                 membership.empty = self.awaits_step = True
                 self.trains = torch.is_grad_enabled()
-                fresh = emptied(empty, layout, is_empty=True)  # a new copy per step, because the body may remove items
+                fresh = emptied(empty, layout, is_empty=True)  # a new copy per step, because the body may change it
                 given = index.continued(fresh)
                 kept = numbers_in(given) if example is None or not has_no_samples(example) else ()
                 counter.add_empty({place: n for place, n in kept if place not in index.places})
@@ -183,12 +185,11 @@ class Loop:
             self.running = self.awaits_step = False
 
     def _another_begins(self, membership: Membership) -> bool:
-        """Wait for the next step, on a rank without data; return whether there is one."""
+        """On a rank without data: wait until another step begins or the loop ends, and return whether a step begins."""
         self._peers.progress = self._peers.progress._replace(waits=True)
         return membership.wait_for_next_step() is not None
 
     def _publish(self, example: Any, membership: Membership) -> None:
-        """Publish an empty batch for ranks that never had a batch. This rank's first step has begun."""
 
         def publish_if_needed() -> None:
             with contextlib.suppress(RuntimeError):  # a RuntimeError here means that all ranks have failed
@@ -201,7 +202,7 @@ class Loop:
             self._channel.thread.submit(publish_if_needed)  # blocks until the other ranks begin the step
 
     def _from_other_rank(self) -> Any:
-        """Return the empty batch of another rank, which that rank publishes in its first step."""
+        """Return the empty batch that another rank publishes in its first step."""
         if self._length and isinstance(self.membership, StoreMembership):
             raise JoinError(
                 f"the loader of this rank has length {self._length} but yielded no batch to derive an empty batch "
@@ -213,6 +214,6 @@ class Loop:
 
     @property
     def keys(self) -> list[str]:
-        """This rank's keys among the keys that the loop leaves in the rendezvous store."""
+        """The keys of this loop in the rendezvous store that this rank must delete."""
         begun = self.decided.keys if isinstance(self.decided, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]

@@ -1,7 +1,7 @@
-"""The loss that ``Join.mean`` returns: its value is the mean over all ranks, its gradient is this rank's contribution.
+"""The loss that ``Join.mean`` returns. Its value is the mean over all ranks; its gradient is this rank's contribution.
 
-DDP and FSDP average gradients over ranks. With N samples on D ranks, ``loss_sum * D / N`` on each rank makes that
-average the gradient of the mean over all samples. This scaled loss itself is not a meaningful value to report.
+DDP and FSDP average gradients over ranks. With N samples on D ranks, each rank's contribution is the gradient of
+``loss_sum * D / N``, so the average is the gradient of the mean over all samples.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _MEAN = 1  # value of Reduction::Mean in ATen
 
 
 class MeanLoss(torch.autograd.Function):
-    """Returns a given value, with the gradient of ``loss_sum * scale``."""
+    """A function with a given value, whose gradient is the gradient of ``loss_sum * scale``."""
 
     @classmethod
     def of(cls, loss_sum: torch.Tensor, value: float, scale: float) -> torch.Tensor:
-        """Return the loss. With a ``scale`` of zero its gradient is zero, even if ``loss_sum`` is NaN."""
+        """Return the loss. If ``scale`` is 0, its gradient is zero, even if ``loss_sum`` is NaN."""
         if not scale:
             loss_sum = loss_sum.masked_fill(torch.ones_like(loss_sum, dtype=torch.bool), 0.0)
         found: torch.Tensor = cls.apply(loss_sum, value, scale)

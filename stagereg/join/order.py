@@ -1,7 +1,7 @@
-"""The order in which a rank runs several models of a join within a step of a plain loop.
+"""The order in which a rank runs the models of a join within a step of a plain loop.
 
-In each step of the other ranks, a rank without data runs the hooks of the joinables in the order of the list, with one
-backward per model. A loop that runs its models in another order works only while all ranks have data.
+In each step, a rank without data runs one backward for each model, in the order of the list of joinables. A loop that
+runs its models in a different order works only while all ranks have data.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class ModelOrder:
     """The order of the models in the steps of one rank with data, in a plain loop.
 
     Args:
-        models: the joinables that reduce gradients, in the order of the list; the keys are their names in messages.
+        models: the joinables that reduce gradients, in the order of the list, by the name that messages print.
         step: returns the number of the last announced step.
-        all_are_active: returns whether all ranks take part in the last announced step; may wait for them.
+        all_are_active: returns whether all ranks take part in the last announced step; may wait for other ranks.
     """
 
     def __init__(self, models: Mapping[str, Any], step: Callable[[], int], all_are_active: Callable[[], bool]) -> None:
         self.models = list(models.values())
         self._names = list(models)
         self._step, self._all_are_active = step, all_are_active
-        self._used: list[tuple[Any, bool]] = []  # this step's backwards: model, and whether gradients were reduced
+        self._used: list[tuple[Any, bool]] = []  # the backwards in this step: (model, whether it reduced gradients)
         self._reduces: bool | None = True  # whether this step was announced as one that reduces gradients
-        self._is_open = False  # whether some model has had no backward yet in the announced step
-        self._is_followed = False  # whether a rank without data runs collectives of each model in this step
+        self._is_open = False  # whether the announced step still lacks the backward of some model
+        self._is_followed = False  # whether ranks without data run collectives of every model in this step
         self._graph_task = -1  # torch's graph task id of the last backward
 
     def starts_step(self, model: Any) -> bool:
@@ -38,32 +38,41 @@ class ModelOrder:
         return not self._is_open or any(model is used for used, _ in self._used)
 
     def step_begins(self, reduces: bool | None, is_followed: bool) -> None:
-        """Begin a step. ``is_followed``: ranks without data run collectives of each model in the step."""
+        """Begin a step. ``is_followed``: whether ranks without data run collectives of every model in the step."""
         self.end_step("began another step")
         self._is_open, self._reduces = True, reduces
         self._is_followed = is_followed or any(each.gathers for each in self.models)
 
     def end_step(self, then: str) -> None:
-        """End the step. Raises: ``JoinError`` if a rank without data waits for a missing backward."""
+        """End the step. ``then`` describes this rank's call that ends it.
+
+        Raises: ``JoinError`` if a backward is missing and a rank without data waits for it.
+        """
         if self.missing and not self._all_are_active():
             raise self.refusal(then)
         self._used, self._is_open = [], False
 
     @property
     def missing(self) -> str:
-        """The models without a backward in this step, if another model had a backward; otherwise empty."""
+        """The names of the models without a backward in this step, if another model had a backward; otherwise empty."""
         is_partial = self._is_open and self._is_followed and self._used
         return ", ".join(self._names[len(self._used) :]) if is_partial else ""
 
     def check(self, model: Any, call: str = "forward") -> None:
-        """Before a collective of ``model``, raise ``JoinError`` if another one is next and some rank has no data."""
+        """Check that ``model`` is next in the order; called before its collectives.
+
+        Raises: ``JoinError`` if another model is next and some rank has no data.
+        """
         turn = self.models[len(self._used)] if self._is_open else None
         if model is not turn:
             instead = f", although a backward of {self._name(turn)} is next in the list" if turn else ""
             self._refuse_if_uneven(f"began a {call} of {self._name(model)}{instead}")
 
     def backward_begins(self, model: Any, reduces: bool, gathers: bool) -> None:
-        """Record a backward that ``reduces`` gradients or ``gathers`` parameters. Raises: see :meth:`check`."""
+        """Record that a backward begins. Raises: ``JoinError`` if a rank without data cannot match it.
+
+        ``reduces``: whether the backward reduces gradients; ``gathers``: whether it gathers parameters.
+        """
         before, self._graph_task = self._graph_task, torch._C._current_graph_task_id()
         if reduces != self._reduces:
             self._refuse_if_uneven(f"began a backward of {self._name(model)}{'' if reduces else ' under no_sync'}")
@@ -82,7 +91,7 @@ class ModelOrder:
             raise self.refusal(then)
 
     def refusal(self, then: str) -> JoinError:
-        """Return the error for this step; ``then`` describes the last call of this rank."""
+        """Return the ``JoinError`` for this step. ``then`` describes the last call of this rank."""
         used = "".join(
             f"ran a backward of {self._name(model)}{'' if reduces else ' under no_sync'}, then "
             for model, reduces in self._used

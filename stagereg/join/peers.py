@@ -1,6 +1,7 @@
-"""The other ranks of a join: waiting for them, following them, and publishing progress to them.
+"""The other ranks of a join: waits for them, follows them, and publishes this rank's progress to them.
 
-One :class:`Peers` lives as long as the join. It does not depend on loops, joinables or hooks.
+A :class:`Peers` object lives as long as its join, and does not depend on loops, joinables or hooks. A rank without data
+follows the other ranks: it saves checkpoints and logs metrics when they do.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Peers:
         self.wire, self.group, self._steps = wire, wire.group, steps
         self.progress = Progress()
         self.responder: Responder | None = None
-        self.announced: Any = None  # work of this rank's last announcement with torch's protocol
+        self.announced: Any = None  # handle of this rank's last all-reduce with torch's protocol
         self.follows = self.failed = False
         self.keys = ["options", "entered", "lacking", "all left"]  # the join's keys in the rendezvous store
         self.name = resources_of(self.group).next_name("join")
@@ -51,11 +52,11 @@ class Peers:
         self.store: Any = PrefixStore(self.name, self.group.get_group_store()) if several else HashStore()
 
     def _is_elsewhere(self) -> bool:
-        """Return whether this rank is outside the loop body, and so makes none of the calls of the body."""
+        """Return whether this rank is outside the loop body, and so makes no call in the body."""
         return self.follows or (self.responder is not None and self.responder.running)
 
     def expect_alike(self, options: Mapping[str, Any]) -> None:
-        """Compare the options of all ranks. Raises: ``JoinError`` if another rank entered with different options."""
+        """Compare the join's options with the other ranks' options. Raises: ``JoinError`` if they differ."""
         own = json.dumps(options, default=str)
         others = json.loads(self.store.compare_set("options", "", own))
         for name, value in json.loads(own).items():
@@ -68,9 +69,9 @@ class Peers:
                 raise error
 
     def find_difference(self, name: str, value: Mapping[str, Any], ranks: int) -> list[Any]:
-        """Compare JSON values of ``ranks`` ranks. Return two that differ, each with its rank, or an empty list.
+        """Compare the JSON values of ``ranks`` ranks. Waits for these ranks.
 
-        Waits for the other ranks.
+        Returns two ``[value, rank]`` pairs with different values, or an empty list if all values are equal.
         """
         first, count, known, differs = keys = [f"{name}/{each}" for each in ("first", "count", "known", "differs")]
         self.keys += keys
@@ -84,7 +85,7 @@ class Peers:
         return json.loads(self.store.get(differs)) if self.store.check([differs]) else []
 
     def count_forward(self, gathers: bool, trains: bool) -> None:
-        """Count a forward, which may begin a step. Synchronizes ranks before forwards that gather without training."""
+        """Count a forward, which may begin a step. Before a gathering forward without training, wait for all ranks."""
         progress = self.progress.begun(self._steps())
         if gathers:
             progress = progress.mark() if trains else progress
@@ -95,20 +96,20 @@ class Peers:
             self.wait(met.ready, "a forward under no_grad")
 
     def follow(self) -> None:
-        """If this rank has left the loop, follow the ranks in the loop: save and log when they do."""
+        """If this rank has left the loop, do the work that followers do in each step, such as saves and logs."""
         if self.follows:
             for follower in list(followers):
                 follower.follow()
 
     def end_loop(self) -> None:
-        """Called when no rank has data any more."""
+        """Called when no rank has data."""
         self.follow()
         self.follows = False
         for follower in list(followers):
             follower.loop_ended()
 
     def wait(self, ready: Callable[[float], bool], what: str) -> None:
-        """Wait for other ranks like ``detector.wait``, and follow them while waiting."""
+        """Wait for other ranks like :meth:`FailureDetector.wait`, and follow them during the wait."""
 
         def ready_to_go_on(seconds: float) -> bool:
             self.follow()
@@ -117,25 +118,27 @@ class Peers:
         self.detector.wait(ready_to_go_on, what)
 
     def count_active(self) -> int:
-        """Return how many ranks begin another step, on a rank without data with torch's protocol. Waits and follows."""
+        """Return the number of ranks that begin another step. Called on a rank without data, with torch's protocol.
+
+        Waits for the other ranks, and follows them during the wait.
+        """
         self.progress = self.progress._replace(waits=True)
         total = torch.zeros(1, dtype=torch.get_default_dtype(), device=self.wire.device)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        # With gloo, a wait with a timeout is a poll; accelerator backends may abort the group after a timeout.
+        # A wait with a short timeout polls gloo (CPU); accelerator backends may abort the group after a timeout.
         ready = PendingSum(array("d"), work).ready if total.is_cpu else functools.partial(_wait_for_work, work)
         self.wait(ready, "the next step")
         return int(total.item())
 
     def wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
-        """Wait as long as torch does, because other ranks may still prepare their data. Raises if a rank has failed."""
+        """Wait for ranks that may still prepare their data, as long as torch does. Raises if a rank has failed."""
         self.detector.wait(ready, what, LIMIT_S)
 
 
 def _wait_for_work(work: Any, seconds: float) -> bool:
-    """Wait for a collective for at most ``seconds``; return whether it has completed."""
     ends = time.monotonic() + seconds
     while not work.is_completed() and time.monotonic() < ends:
         time.sleep(_POLL_INTERVAL_S)
     if work.is_completed():
-        work.wait()  # raises the collective's error
+        work.wait()  # raises the error of the collective, if it failed
     return bool(work.is_completed())

@@ -1,9 +1,9 @@
-"""Progress of a rank in a join, and contradictions that show that two ranks do not run the same program.
+"""The progress of a rank in a join, and the check that two ranks run the same program.
 
 A forward of a sharded module gathers its parameters from all ranks, and a backward reduces gradients among them. If one
-rank runs a collective that the others do not, such as an evaluation under ``if rank == 0``, it is paired with different
-collectives of the others: ranks hang, the process is aborted, or results are wrong. So each rank counts what it runs.
-If the counts of two ranks contradict each other at any time, the programs differ; no time limit is needed.
+rank runs a collective that the others do not, such as an evaluation under ``if rank == 0``, the other ranks pair it
+with a different collective: ranks hang, the process is aborted, or results are wrong. So each rank counts its
+collectives. If the counts of two ranks contradict each other, the programs differ; no time limit is needed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """Counts of one rank. Immutable: every change makes a new instance, so other threads never read partial updates."""
+    """The counts of one rank. Immutable: a change makes a new instance, so no thread reads a partial update."""
 
-    steps: int = 0  # steps that have begun
-    marks: int = 0  # steps, plus training forwards and backwards of modules that gather in their forwards
-    before: int = 0  # gathering forwards until the last mark
-    forwards: int = 0  # gathering forwards until now
-    unreduced: int = 0  # steps before the last without a backward that reduced gradients
-    reduced: bool = False  # whether a backward reduced gradients in the last step
-    waits: bool = False  # whether this rank has no more data, and waits for others to begin another step
+    steps: int = 0  # number of steps that have begun
+    marks: int = 0  # number of steps, and of training forwards and backwards of gathering modules
+    before: int = 0  # number of gathering forwards (forwards that gather parameters) before the last mark
+    forwards: int = 0  # number of gathering forwards so far
+    unreduced: int = 0  # number of steps, except the last, in which no backward reduced gradients
+    reduced: bool = False  # whether a backward has reduced gradients in the last step
+    waits: bool = False  # whether this rank has no more data and waits for the next step of other ranks
 
     def begun(self, steps: int) -> Progress:
-        """Return the progress after step number ``steps`` has begun."""
+        """Return the progress after the step with number ``steps`` has begun."""
         if steps == self.steps:
             return self
         return Progress(steps, self.marks + steps - self.steps, self.forwards, self.forwards, self._over)
@@ -33,7 +33,7 @@ class Progress(NamedTuple):
         return self._replace(marks=self.marks + 1, before=self.forwards)
 
     def contradicts(self, other: Progress) -> str:
-        """Return a text on a call that this rank has certainly made and ``other`` has skipped; otherwise ``""``."""
+        """Return a message about a call that this rank has made and ``other`` has certainly skipped, or ``""``."""
         if self.marks == other.marks:
             called = self.before > other.before or (other.waits and self.forwards > other.forwards)
         else:
@@ -44,7 +44,7 @@ class Progress(NamedTuple):
                 "ranks. Call the model on all ranks, also for evaluation, not under `if rank == 0`. Ranks that have "
                 "left a plain loop call the model only in training steps: use join.iterate, or evaluate after the loop"
             )
-        # Of the steps that ended here and began there: the minimum number of unreduced steps here, the maximum there.
+        # Compare the minimum number of unreduced steps on this rank with the maximum on the other rank.
         over = self.steps if self.waits else self.steps - 1
         least = (self._over if self.waits else self.unreduced) - max(0, over - other.steps)
         if least > (other._over if over >= other.steps else other.unreduced):

@@ -1,7 +1,8 @@
-"""Sums requested by the ranks in a loop, in which ranks that have left the loop take part.
+"""Sums over ranks, requested by the ranks in a loop. Ranks that have left the loop add zeros.
 
-A rank that has left cannot predict when, or how often, the others send requests. So its channel's thread responds until
-all ranks have left the loop, and can start again for another loop. A request costs one small all-reduce.
+A rank that has left the loop cannot predict when the other ranks send requests. So the thread of its channel responds
+to requests until all ranks have left the loop. The thread can start again for another loop. A request costs one small
+all-reduce.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from stagereg.kernel.channel import ControlChannel, Waiting
 class Responder:
     """One rank's endpoint for sums of ``width`` numbers, on its own ``channel``. Every rank closes it once per loop.
 
-    ``follow`` is called on the channel's thread after each request that this rank responds to. ``call`` names the
-    program's call in messages. After a failed join, do not close or reuse the endpoint.
+    The channel's thread calls ``follow`` after each request that this rank responds to. ``waiting`` waits for other
+    ranks. ``call`` is the name of the program's call in messages. After a failed join, do not close or reuse the
+    endpoint.
     """
 
     def __init__(
@@ -33,16 +35,16 @@ class Responder:
         self._waiting = waiting
         self._follow = follow
         self._call = call
-        self._ended: threading.Event | None = None  # set while this rank responds
+        self._ended: threading.Event | None = None  # not None while this rank responds
         self._failure: Exception | None = None
 
     @property
     def running(self) -> bool:
-        """Whether this rank responds, and cannot send requests."""
+        """Whether this rank responds to requests. Such a rank cannot send requests."""
         return self._ended is not None
 
     def request(self, *values: float) -> list[float]:
-        """Return the sums over all ranks. Called in the same order by every rank that does not respond."""
+        """Return the sums over all ranks. Collective: ranks that do not respond make all requests in the same order."""
         if self.running:
             raise JoinError(
                 "the loop body skipped an empty batch and now calls join.mean on another empty batch, but it must do "
@@ -53,13 +55,13 @@ class Responder:
         return pending.wait()[:-1]
 
     def start(self) -> None:
-        """Start responding, until all ranks do. Idempotent."""
+        """Start responding to requests, until all ranks respond. Idempotent."""
         if not self.running:
             ended = self._ended = threading.Event()
             self.channel.thread.submit(lambda: self._answer(ended))
 
     def close(self) -> None:
-        """Respond until all ranks do. Raises: the error of the responding thread."""
+        """Respond to requests until all ranks respond. Raises: an error of the responding thread."""
         self.start()
         assert self._ended is not None
         self._waiting(self._ended.wait, "the end of the join")

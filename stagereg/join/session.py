@@ -1,9 +1,10 @@
-"""One join on one rank, from entering to leaving: its ranks, hooks and loops, and the ranks that still have data.
+"""The session of one join on one rank: its process group, its hooks, its loops, and the ranks that still have data.
 
-``Join`` creates a session on entering, and joinables get the session through ``attach``. The session handles process
-groups, loader lengths and modes; it does not depend on the work of joinables and hooks in a step.
+``Join`` creates a session on entering, and passes it to each joinable in ``attach``. The session does not depend on the
+work that joinables and hooks do in a step.
 
-All steps of a join belong to the loop entered last, or use torch's protocol if there is no loop.
+If a join has loops, all its steps belong to the loop entered last. Without a loop, it uses torch's protocol: each rank
+with data signals each step in an all-reduce.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _BETWEEN = (
 _POLL_INTERVAL_S = 0.001
 
 _entered: ContextVar[tuple[JoinSession, ...]] = ContextVar("entered", default=())
-"""The active joins of a thread, outermost first. Global, because a nested join has no reference to its outer join."""
+"""The active joins of a thread, outermost first. Global, because an inner join has no reference to its outer join."""
 
 
 class JoinSession:
@@ -60,17 +61,17 @@ class JoinSession:
         self.loop: Loop | None = None
         self._loops: list[Loop] = []
         self._suspended = False
-        self._order: ModelOrder | None = None  # not needed for a single model
+        self._order: ModelOrder | None = None  # only needed for several models
         if terms.several_models:
             self._order = ModelOrder(models, lambda: self.steps, self._all_are_active)
-        self._is_early = False  # whether an evaluation announced this batch's step
-        self._warned = False  # about a joinable in the middle of a model's step
-        self._announced = 0  # steps announced by the first joinable with torch's protocol
-        self._followed = 0  # steps of torch's protocol without data
+        self._is_early = False  # whether an evaluation on this batch has already announced the batch's training step
+        self._warned = False  # whether the warning about a joinable inside a model's step was logged
+        self._announced = 0  # steps that this rank began, with torch's protocol
+        self._followed = 0  # steps that other ranks began while this rank had no data, with torch's protocol
 
     @property
     def membership(self) -> Membership | None:
-        """The ranks with data in the running loop; ``None`` with torch's protocol."""
+        """The ranks with data in the current loop; ``None`` if the join has no loop and uses torch's protocol."""
         if self._suspended:
             raise JoinError(
                 "a joinable of an outer join was used inside an inner join, where ranks without data do not shadow it. "
@@ -81,22 +82,21 @@ class JoinSession:
     @property
     def all_took_every_step(self) -> bool:
         """Whether, after the loop, all ranks are known to have had data in every step. Equal on all ranks."""
-        known = self.loop is not None  # not known with torch's protocol
+        known = self.loop is not None  # with torch's protocol, ranks do not know this
         return known and all(loop.membership.over and loop.membership.all_took_every_step for loop in self._loops)
 
     @property
     def steps(self) -> int:
-        """Number of steps begun in all loops so far, on this rank, or on others while this rank had no data."""
+        """The number of steps that have begun in this join, including steps that began while this rank had no data."""
         return self._announced + self._followed + sum(each.steps for each in self._memberships)
 
     @property
     def shadowed(self) -> int:
-        """Number of steps that began while this rank had no data."""
+        """The number of steps that other ranks began while this rank had no data."""
         return self._followed + sum(each.shadowed for each in self._memberships)
 
     @property
     def _own_hooks(self) -> list[Any]:
-        """The hooks of stagereg's class ``JoinHook``, which has more methods than torch's."""
         return [hook for hook in self.hooks if hasattr(hook, "before_step") and hasattr(hook, "on_exhausted")]
 
     @property
@@ -106,7 +106,8 @@ class JoinSession:
     def start(self, loader: Any, options: Mapping[str, Any]) -> None:
         """Enter the join, and suspend the outer join. Collective.
 
-        ``loader``: the loader of a plain loop, if known. ``options`` must be equal on all ranks.
+        ``loader``: the loader of a plain loop (a loop without ``join.iterate``), if known. ``options`` must be equal on
+        all ranks.
         """
         for outer in _entered.get():
             outer._suspended = True
@@ -121,7 +122,7 @@ class JoinSession:
             self.enter_loop(loader)
 
     def enter_loop(self, loader: Any, iterates: bool = False) -> Loop:
-        """Enter a loop; the previous loop ends on this rank. Collective."""
+        """Begin a loop, which ends the previous loop of this rank. Collective."""
         if self.terms.foreign:
             raise JoinError(self.terms.foreign)
         before = self.loop
@@ -146,10 +147,11 @@ class JoinSession:
         return self.loop
 
     def starts_step(self, joinable: Any, trains: bool) -> bool:
-        """Return whether a forward begins a step of the join; the module's previous forward has had its backward.
+        """Return whether this forward begins a step of the join. Called only after the module's previous backward.
 
-        If all ranks run the loop's body, the first forward on a batch begins a step, with or without ``trains``. Each
-        later training forward of the first joinable begins another step.
+        If all ranks run the loop body (``join.iterate``), the first forward on a batch begins a step, even without
+        ``trains`` (in an evaluation). Later on the same batch, each training forward of the first joinable begins
+        another step.
         """
         is_first = joinable is self.joinables[0]
         if self.loop is not None and self.loop.iterates:
@@ -164,13 +166,13 @@ class JoinSession:
 
     @property
     def order(self) -> ModelOrder | None:
-        """The order of the models; ``None`` with one model, or if all ranks run the loop's body."""
+        """The checked order of the models in a step. ``None`` for one model, or if all ranks run the loop body."""
         return None if self.loop is not None and self.loop.iterates else self._order
 
     def _all_are_active(self) -> bool:
-        """Return whether all ranks have data in the last announced step; may wait for the other ranks."""
+        """Return whether all ranks have data in the last announced step. May wait for the other ranks."""
         membership = self.membership
-        if isinstance(membership, StoreMembership):  # StoreMembership only has the plan
+        if isinstance(membership, StoreMembership):  # this membership contains only the planned lengths
             return membership.steps <= membership.shortest
         if membership is not None:
             return len(membership.read().ranks) == self.peers.group.size()
@@ -186,9 +188,9 @@ class JoinSession:
         return work.is_completed() and int(work.get_future().value()[0].item()) == self.peers.group.size()
 
     def check_place(self, joinable: Any) -> None:
-        """Check that the collectives of a joinable, about to run, are not in the middle of a model's step.
+        """Check that a joinable does not run its collectives in the middle of a model's step.
 
-        Raises: ``JoinError`` if they are, in a plain loop, and some rank has no data in this step.
+        Raises: ``JoinError`` if it does, in a plain loop, and some rank has no data in this step.
         """
         if self.loop is not None and self.loop.iterates:
             return
@@ -205,10 +207,9 @@ class JoinSession:
                 _log.warning("stagereg: this works only while all ranks have data: %s", text)
 
     def begin(self, reduces: bool | None) -> Membership | None:
-        """Begin a step on this rank: announce it, or count it with torch's protocol.
+        """Begin a step on this rank: announce it to the other ranks, or only count it with torch's protocol.
 
-        ``reduces``: whether the step reduces gradients; ``None``: unknown, because an evaluation comes first on its
-        batch.
+        ``reduces``: whether the step reduces gradients. ``None``: not known yet, because an evaluation runs first.
         """
         membership = self.membership
         if (order := self.order) is not None:
@@ -226,12 +227,12 @@ class JoinSession:
         return membership
 
     def count_reduction(self, joinable: Any) -> None:
-        """Record that gradients are reduced in this step; only the first joinable that reduces gradients counts."""
+        """Record that gradients are reduced in this step. Only the first joinable that reduces gradients counts."""
         if joinable is next(each for each in self.joinables if each.reduces_gradients):
             self.peers.progress = self.peers.progress._replace(reduced=True)
 
     def shadow_step(self) -> None:
-        """Take part in a step: run the hooks, and contribute zeros to :meth:`stagereg.Join.mean`."""
+        """Take part in a step without data: run the hooks, and add zeros to the sums of :meth:`stagereg.Join.mean`."""
         self.peers.follow()
         if self.peers.responder is not None:
             self.peers.responder.start()
@@ -245,7 +246,7 @@ class JoinSession:
                 self.count_reduction(joinable)
 
     def finish(self) -> None:
-        """Take part in the other ranks' steps until no rank has data; this rank has left its loop without an error."""
+        """Leave this rank's loop, which raised no error. Run hooks in the other ranks' steps until no rank has data."""
         passed = self.loop is not None and self.loop.iterates and self.loop.membership.over  # ended on all ranks
         names = {id(model): name for name, model in self._models.items()}
         unfinished = [names.get(id(each), type(each).__name__) for each in self.joinables if each.has_unfinished_step]
@@ -278,15 +279,14 @@ class JoinSession:
 
     @property
     def _is_even(self) -> bool:
-        """Return whether, after the loop, all ranks are known to have had data in every step. Equal on all ranks."""
         if self.loop is not None or self.terms.foreign:
             return self.all_took_every_step
         return not self._followed and self._all_are_active()
 
     def _compare_optimizer_steps(self) -> None:
-        """Raise on all ranks, or log a warning, if an optimizer did not step equally often on all ranks."""
+        """Raise on all ranks, or log a warning, if the number of steps of an optimizer differs between ranks."""
         own = {name: each.optimizer_steps() for name, each in self._models.items()}
-        # With torch's protocol, ranks that run torch's Join do not take part.
+        # With torch's protocol, some ranks may run torch's Join; these ranks do not take part in the comparison.
         ranks = self.peers.group.size() if self.loop is not None else self.peers.store.add("entered", 0)
         if not (found := self.peers.find_difference("optimizer steps", own, ranks)):
             return
@@ -301,7 +301,7 @@ class JoinSession:
         _log.warning(_STEPS, text)
 
     def _leave_step(self, order: ModelOrder) -> None:
-        """Leave a plain loop. Raises: ``JoinError`` if the last step is partial and other ranks continue."""
+        """Leave a plain loop. Raises: ``JoinError`` if the last step lacks backwards and other ranks continue."""
         missing, refusal, store = order.missing, order.refusal("left the loop"), self.peers.store
         order.end_step("left the loop")
         if not missing:
@@ -322,17 +322,17 @@ class JoinSession:
             raise refusal
 
     def give_up(self, error: BaseException) -> None:
-        """Leave with an error: report it to the other ranks, or raise the error of the failed rank."""
+        """Leave the join after an error. Publish the error to the other ranks, or raise the failed rank's error."""
         _add_note(error)
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
-            raise _add_note(UnevenInputsError(PEER_EXHAUSTED)) from error  # from torch's notify
+            raise _add_note(UnevenInputsError(PEER_EXHAUSTED)) from error  # raised by torch's notify_join_context
         membership = None if self.loop is None else self.loop.decided
         if isinstance(error, UnevenInputsError) and not isinstance(membership, StoreMembership):
             if self.peers.responder is not None:
                 self.peers.responder.close()
-            return  # all ranks raise this error; with a plan, only this rank detects that its data ended early
+            return  # All ranks raise this error. With planned lengths, only a rank whose data ended early raises it.
         self.peers.failed = True
-        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # Preempted and Stopped: all ranks leave together
+        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # the other ranks leave or fail as well
             return
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
             cause = self.peers.detector.explain(error)
@@ -353,7 +353,7 @@ class JoinSession:
         _entered.set(tuple(each for each in _entered.get() if each is not self))
         for outer in _entered.get()[-1:]:
             outer._suspended = False
-        # Delete the keys of the previous join, which all ranks have left. The next join deletes this join's keys.
+        # Delete the store keys of the previous join, which all ranks have left. The next join deletes this join's keys.
         resources = resources_of(self.peers.group)
         if any(membership.over for membership in self._memberships):
             thread = control_channel(self.peers.group, "membership", self.peers.wait_for_ranks).thread
@@ -367,7 +367,6 @@ class JoinSession:
 
 
 def _add_note(error: E) -> E:
-    """Return the error. A note on an ``UnevenInputsError`` explains a possible cause."""
     if isinstance(error, UnevenInputsError):
         error.add_note("Any forward that is not under torch.no_grad() counts as a training step.")
     return error

@@ -1,9 +1,9 @@
-"""Detection of training steps: a step begins with the forward of a module.
+"""Detects training steps: a step begins with the forward of a module.
 
-A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins to
-add to the gradients of parameters. So a second forward before that backward does not begin a step, nor does a forward
-under ``no_grad``, and ``torch.autograd.grad`` does not end a step. With ``join.iterate``, the first forward on each
-batch announces the step, because ranks without data run the body from then on; a forward under ``no_grad`` announces
+A step begins with the first forward that builds a graph. It ends when a backward through one of the forward's outputs
+begins to add to the gradients of parameters. A second forward before that backward begins no step, nor does a forward
+under ``no_grad``, and ``torch.autograd.grad`` ends no step. With ``join.iterate``, the first forward on each batch
+announces the step, because ranks without data then run the body. If that forward runs under ``no_grad``, it announces
 the step of the training forward that follows on the same batch.
 """
 
@@ -25,25 +25,25 @@ from stagereg.kernel.shadow import TorchWire
 
 
 class TrackedJoinable(BuiltInJoinable):
-    """A joinable whose steps begin with the forward of its module, watched from ``join_hook`` to ``detach``."""
+    """A joinable whose steps begin with its module's forward. Watches the module from ``join_hook`` to ``detach``."""
 
     announces_itself = True
-    begun = 0  # training steps
-    in_step: bool | None = None  # whether the running forward is the first of a step; ``None``: no forward is watched
-    gathers = False  # whether each forward is known to run collectives, so that all ranks must run it
-    divides_by_world = True  # divide gradients by the world size, not by the number of active ranks
-    handles: Sequence[Any] = ()  # handles of the watching hooks; empty when not watching
-    replaced: tuple[str, ...] = ()  # attributes of the module that are set while watching
-    seen_at: Sequence[torch.Tensor] = ()  # parameters that reveal a backward through no tensor of the output
-    _copyable: Sequence[nn.Module] = ()  # modules whose copies omit the hooks
-    _awaited: Sequence[Any] = ()  # handles of hooks on parameters, until the backward begins
-    _outputs: Sequence[Any] = ()  # handles of hooks on outputs, until the next step begins
-    _is_open = False  # whether a step has begun without a backward so far
+    begun = 0  # number of training steps that have begun
+    in_step: bool | None = None  # whether the running forward begins a step; ``None``: no watched forward runs
+    gathers = False  # whether each forward runs collectives, so that all ranks must run it
+    divides_by_world = True  # whether to divide gradients by the world size, not by the active ranks
+    handles: Sequence[Any] = ()  # handles of the hooks on the module; empty while it is not watched
+    replaced: tuple[str, ...] = ()  # attributes of the module that are set while it is watched
+    seen_at: Sequence[torch.Tensor] = ()  # parameters whose hooks detect a backward that the outputs miss
+    _copyable: Sequence[nn.Module] = ()  # modules that are copied without the join's hooks
+    _awaited: Sequence[Any] = ()  # handles of hooks on tensors, removed when the backward begins
+    _outputs: Sequence[Any] = ()  # handles of hooks on outputs, removed when the next step begins
+    _is_open = False  # whether a step has begun and has had no backward yet
     _has_ended = True  # whether the last backward has ended
-    _outside: frozenset[str] | None = None  # in a join: attribute names of this object on entering
+    _outside: frozenset[str] | None = None  # names of this object's attributes before the join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook, and start watching the module, because torch's ``Join`` calls no other method."""
+        """Return the hook, and start to watch the module: torch's ``Join`` calls no other method."""
         self.detach()  # torch's ``Join`` does not call ``detach``
         self._outside = frozenset(vars(self))
         self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
@@ -52,7 +52,7 @@ class TrackedJoinable(BuiltInJoinable):
         return hook
 
     def watch(self) -> None:
-        """Start watching the module."""
+        """Start to watch the module: register hooks on its forward."""
         assert self.module is not None
 
         def uncompiled(hook: Callable[..., None]) -> Any:  # torch.compile of the module would compile its hooks, too
@@ -65,12 +65,12 @@ class TrackedJoinable(BuiltInJoinable):
         self.leave_out_of_copies(self.module)
 
     def leave_out_of_copies(self, module: nn.Module) -> None:
-        """Until :meth:`detach`, make ``copy.deepcopy`` and ``pickle`` copy a module without the join's changes."""
+        """Make ``copy.deepcopy`` and ``pickle`` omit the join's changes to a module. Lasts until :meth:`detach`."""
         self._copyable = [*self._copyable, module]
         vars(module)["__getstate__"] = functools.partial(self._state_without_join, module)
 
     def detach(self) -> None:
-        """Stop watching, and remove the attributes that this object got in the join."""
+        """Stop watching the module, and remove the attributes that this object got in the join."""
         self._forget((*self.handles, *self._awaited, *self._outputs))
         for module in self._copyable:
             vars(module).pop("__getstate__", None)
@@ -85,7 +85,7 @@ class TrackedJoinable(BuiltInJoinable):
 
     @property
     def membership(self) -> Membership | None:
-        """The ranks with data; ``None`` with torch's protocol."""
+        """The ranks that still have data; ``None`` with torch's protocol."""
         return None if self.session is None else self.session.membership
 
     @property
@@ -94,7 +94,7 @@ class TrackedJoinable(BuiltInJoinable):
         return True
 
     def active_that_reduce(self) -> int:
-        """Return, on a joined rank, how many active ranks will reduce gradients in this step."""
+        """Return, on a rank that left the loop, the number of active ranks that will reduce gradients in this step."""
         if (membership := self.membership) is not None:
             return int(membership.read().syncing)
         return TorchWire(self.join_process_group, self.join_device).count_active()
@@ -105,49 +105,48 @@ class TrackedJoinable(BuiltInJoinable):
         return True
 
     def on_step(self) -> None:
-        """Begin a step of this module, before its forward runs."""
+        """Announce the step that the module's next forward begins."""
         self._announce_step(True)
 
     def _announce_step(self, reduces: bool | None, throws_later: bool = False) -> None:
-        """Announce a step of the join, unless this forward belongs to an announced step."""
         if self.session is None:
             notify(self, reduces)
         elif self.session.starts_step(self, torch.is_grad_enabled() and self.trains):
             announce(self, reduces, throws_later)
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called when a forward begins, after :meth:`on_step` if the forward begins a step."""
+        """Called when a forward begins. If the forward begins a step, called after :meth:`on_step`."""
 
     def after_forward(self, is_step: bool) -> None:
         """Called when a forward has ended or raised."""
 
     def on_backward(self) -> None:
-        """Called once per backward that adds to gradients of the module, at an output."""
+        """Called once per backward pass that adds to the module's gradients, when the pass reaches an output."""
 
     def leaves(self) -> Iterable[torch.Tensor] | None:
-        """Return the tensors whose gradients a step's backward adds to; ``None``: any backward ends a step."""
+        """Return the tensors whose gradients the backward of a step adds to. ``None``: any backward ends a step."""
         return None
 
     def _accumulates(self) -> bool:
-        """Return, within a backward, whether it adds to gradients of the module; ``torch.autograd.grad`` does not."""
+        """Return whether the current backward adds to the module's gradients; ``torch.autograd.grad`` does not."""
         if (found := self.leaves()) is None:
             return True
         if any(leaf.requires_grad and _is_executed(leaf) for leaf in found):
             return True
-        # Reentrant checkpointing adds to gradients in an inner backward, whose graph is not part of the outer graph.
+        # Reentrant activation checkpointing adds to gradients in an inner backward, with a graph of its own.
         leaves = [leaf for leaf in self.leaves() or () if leaf.requires_grad]
         return bool(leaves) and not _is_reachable(leaves)
 
     def _on_second_backward(self) -> None:
-        """Called on another backward through a step's outputs that adds to gradients of the module again."""
+        """Called when a second backward through a step's outputs adds to the module's gradients."""
 
     def _on_other_backward(self) -> None:
-        """Called, at an output, on a backward that adds to no gradient of the module."""
+        """Called when a backward reaches an output but adds to no gradient of the module."""
 
     def _state_without_join(self, module: Any) -> Any:
         kind: Any = type(module)
         state = kind.__getstate__(module)
-        if not isinstance(state, dict):  # the class chooses the attributes of a copy
+        if not isinstance(state, dict):  # the class itself chooses what a copy contains
             return state
         state = dict(state)
         for name in ("__getstate__", *self.replaced):
@@ -165,7 +164,7 @@ class TrackedJoinable(BuiltInJoinable):
         self.in_step = None
         if _in_backward() or not config.enable:
             return
-        # After the loop has passed a batch to its body, any forward announces a step.
+        # The first forward after the loop has passed a batch to its body announces a step.
         loop = None if session is None else session.loop
         awaited = loop is not None and loop.awaits_step and (config.is_first_joinable or self.gathers)
         training = torch.is_grad_enabled() and self.trains
@@ -177,7 +176,7 @@ class TrackedJoinable(BuiltInJoinable):
                 self._outputs = ()
             self.begun += training
             self._is_open = training
-        # In a loop that is an evaluation, each forward is its own step.
+        # In an evaluation loop, the first forward on each batch is a whole step.
         self.in_step = begins and (training or (loop is not None and not loop.trains))
         if session is not None:
             session.peers.count_forward(self.gathers, trains=begins and training and not was_open)
@@ -189,7 +188,7 @@ class TrackedJoinable(BuiltInJoinable):
         began, self.in_step = self.in_step, None
         self.after_forward(began)
         if torch.is_grad_enabled():
-            outputs = differentiable(output)  # parameters are hooked too: an empty batch's loss may be 0 * parameters
+            outputs = differentiable(output)  # an empty batch's loss may not use them: hook parameters too
             trained = [param for param in self.seen_at[: 1 if outputs else None] if param.requires_grad]
             self._outputs = [*self._outputs, *(_hook_first(tensor, self._on_gradient) for tensor in outputs)]
             self._awaited = [*self._awaited, *(_hook_first(tensor, self._on_gradient) for tensor in trained)]
@@ -222,7 +221,7 @@ class TrackedJoinable(BuiltInJoinable):
 
 
 def _hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Register a hook that runs before existing hooks, such as FSDP2's, which begin with a collective."""
+    """Register a hook that runs before the tensor's other hooks. For example, FSDP2's hook begins with a collective."""
     before = dict(tensor._backward_hooks or {})
     handle = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
@@ -233,7 +232,7 @@ def _hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> A
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``output`` through which a backward can run."""
+    """Return the tensors in ``output`` that require gradients."""
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad else []
     if dataclasses.is_dataclass(output):
@@ -243,15 +242,13 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 
 
 def _is_executed(leaf: torch.Tensor) -> bool:
-    """Return whether the current backward adds to the gradient of a leaf."""
     try:
         return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
-    except RuntimeError:  # torch.autograd.grad with this leaf as an input
+    except RuntimeError:  # raised in torch.autograd.grad if this leaf is an input
         return False
 
 
 def _is_reachable(leaves: Iterable[torch.Tensor]) -> bool:
-    """Return whether one of ``leaves`` is below the current node in the graph."""
     wanted = {id(leaf) for leaf in leaves}
     nodes: list[Any] = [torch._C._current_autograd_node()]
     seen = set(nodes)
@@ -266,5 +263,4 @@ def _is_reachable(leaves: Iterable[torch.Tensor]) -> bool:
 
 
 def _in_backward() -> bool:
-    """Return whether a backward is running, which recomputes forwards with activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

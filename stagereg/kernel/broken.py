@@ -1,4 +1,4 @@
-"""Broken process groups: detects their errors, and aborts a group so that no thread waits in it forever."""
+"""Detects the errors of broken process groups, and aborts a group so that no thread waits in it forever."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from stagereg.kernel.channel import resources_of
 
-_TAG = 0x57A6E  # tag of a receive that is never sent; no program uses this tag
+_TAG = 0x57A6E  # tag of a message that no rank ever sends
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _LOST = r"Connection (closed|reset)|Broken pipe"
 _BROKEN = rf"\bDist\w*Error:|gloo|nccl|c10d|{_TIMEOUT}"
 
 
 def collectives_of(group: dist.ProcessGroup | None) -> int:
-    """Return how many collectives the group has run on this rank; 0 if the group does not count them."""
+    """Return the number of collectives that the group has run on this rank, or 0 if the group does not count them."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
@@ -31,9 +31,9 @@ def abort(group: dist.ProcessGroup) -> None:
     """Make every pending operation on ``group`` fail immediately on this rank. Afterwards the group is unusable.
 
     Gloo's ``abort`` and ``shutdown`` do not wake a thread that waits in a collective, but a receive that times out
-    does: gloo then closes all connections of this rank's group, so every operation that waits on one of them, on this
-    rank or at the other end, fails immediately. In a ring not all pairs of ranks are connected, so each rank must call
-    this function. Other backends get ``group.abort()``. Never raises. Thread-safe.
+    does. Gloo then closes all connections of the group on this rank, so operations that wait on these connections fail
+    on both ends. Not all pairs of ranks are connected, so every rank must call this function. For other backends, calls
+    their ``abort()``. Never raises. Thread-safe.
     """
     resources = resources_of(group)
     resources.aborted = True
@@ -42,10 +42,10 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def discard_channels(group: dist.ProcessGroup) -> None:
-    """Close the joins' resources of ``group`` after a failed join, in which exchanges may be incomplete."""
+    """Close the resources of the joins on ``group``, after a failed join in which exchanges may be incomplete."""
     resources = resources_of(group)
     for backend in resources.backends():
-        _abort(backend)  # a thread may wait for a rank that never arrives
+        _abort(backend)  # wakes a thread that may wait for a failed rank
     resources.close()
 
 
@@ -58,9 +58,9 @@ def _abort(backend: Any) -> None:
 
 
 def _close_connections(backend: Any) -> None:
-    """Time out a receive from the first rank that is still connected."""
+    """Start a receive from the first rank that is still connected, and let it time out."""
     for distance in range(1, backend.size()):
-        # A receive from a rank that has already aborted fails immediately, and leaves the other connections open.
+        # If the other rank has aborted, the receive fails immediately and other connections stay open: try the next.
         try:
             source = (backend.rank() + distance) % backend.size()
             backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], source, _TAG).wait(
@@ -72,27 +72,27 @@ def _close_connections(backend: Any) -> None:
 
 
 def is_broken_operation(error: BaseException) -> bool:
-    """Return whether ``error``, or one of its causes, looks like a failed collective or store call."""
+    """Return whether ``error``, or one of its causes, is probably a failed collective or a failed store call."""
     return _matches(_BROKEN, error)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether ``error``, or one of its causes, looks like a connection whose other process is gone."""
+    """Return whether ``error``, or one of its causes, is probably a connection whose other process has exited."""
     return _matches(_LOST, error)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether ``error``, or one of its causes, looks like a timeout waiting for another rank."""
+    """Return whether ``error``, or one of its causes, is probably a timeout of a wait for another rank."""
     return _matches(_TIMEOUT, error)
 
 
 def _matches(pattern: str, error: BaseException) -> bool:
-    # Gloo raises a plain RuntimeError, like many others; only the text distinguishes it.
+    # Gloo raises a plain RuntimeError, so only the message identifies its errors.
     return re.search(pattern, "".join(traceback.format_exception(error, limit=0)), re.IGNORECASE) is not None
 
 
 def backends_of(group: Any) -> list[Any]:
-    """Return the distinct backends of a group, without the wrappers of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    """Return the distinct backends of a group, without the wrappers that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds."""
     found: dict[int, Any] = {}
     for device in group._device_types:
         with contextlib.suppress(Exception):

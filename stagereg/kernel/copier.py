@@ -1,11 +1,11 @@
-"""Copy a state dict into an equal, independent state dict in host memory.
+"""Copies a state dict into an equal, independent state dict in host memory.
 
-:class:`HostCopier` is the base of stagers. It decomposes the state dict (``state_dict``), plans the position of its
-bytes or reuses the last plan (``layout``), leases memory (``memory``) and copies the bytes (``transfer``): host memory
-with a few threads, accelerator memory on a separate stream. This stream waits for the work that the caller has queued;
-the caller's stream never waits.
+:class:`HostCopier` is the base of stagers. It decomposes the state dict (``state_dict``), assigns a position in one
+block of memory to each tensor (``layout``), leases the memory (``memory``) and copies the bytes (``transfer``). A few
+threads copy host memory. A separate stream copies accelerator memory: it waits for the work that the caller has queued,
+but the caller's stream never waits.
 
-A plan is reused only if addresses, shapes, dtypes and strides are unchanged. Stagers that copy in another order use a
+The layout is reused if addresses, shapes, dtypes and strides are unchanged. Stagers that copy in a different order use
 :class:`PendingCopy`.
 """
 
@@ -29,13 +29,13 @@ from stagereg.kernel.transfer import CopyEngine
 
 @dataclass
 class PendingCopy:
-    """Memory for a copy that has no content yet."""
+    """Leased memory for a copy, and the plan to fill it. The memory has no content yet."""
 
-    spec: TreeSpec  # the copy without its tensors
-    layout: Layout  # destination of the bytes of the source's tensors
+    spec: TreeSpec  # the copy of the state dict, without its tensors
+    layout: Layout  # where the bytes of each source tensor go
     lease: Lease
     view: memoryview  # the leased memory
-    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # kept alive, by source index
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # storages to keep alive, by tensor index
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
@@ -46,22 +46,22 @@ class PendingCopy:
         return self.lease.block.address
 
     def hold(self, regions: Sequence[Region]) -> None:
-        """Keep the memory of regions alive, and copy from it even if their tensors get other storages."""
+        """Keep the source memory of ``regions`` alive, and copy from it even if the tensors get other storages."""
         self.storages.update((region.source, self.sources[region.source].untyped_storage()) for region in regions)
 
     @functools.cached_property
     def staged(self) -> list[torch.Tensor]:
-        """The tensors over the memory, one per source; created on first access."""
+        """The tensors of the copy, one for each source tensor. Created on first access."""
         with torch.no_grad():
             return tensors_over(self.view, self.layout)
 
     def pairs(self, regions: Sequence[Region], packed: Sequence[int] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the argument of ``CopyEngine.fetch`` for some of the layout's regions and packed tensors."""
+        """Return (destination, source) pairs for ``CopyEngine.fetch``, for some regions and packed tensors."""
         copied = [(self.bytes_of(region), region_bytes(region, self._storage_of(region))) for region in regions]
         return [*copied, *((self.staged[i], self.sources[i]) for i in packed)]
 
     def bytes_of(self, region: Region) -> torch.Tensor:
-        """Return the bytes of the copy of a region."""
+        """Return a tensor over the bytes of a region in the copy."""
         return torch.frombuffer(self.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset)
 
     def _storage_of(self, region: Region) -> torch.UntypedStorage:
@@ -69,7 +69,7 @@ class PendingCopy:
         return self.sources[region.source].untyped_storage() if held is None else held
 
     def unflatten(self) -> Any:
-        """Return the state dict's copy. Call only once."""
+        """Return the copy of the state dict. Call only once."""
         with torch.no_grad(), no_collection():
             return self.lease.hand_out(self.spec.unflatten(self.staged))
 
@@ -77,7 +77,7 @@ class PendingCopy:
 class HostCopier:
     """Copies state dicts to host memory, for one thread at a time.
 
-    Closing the copier closes its pool. For ``type_check``, see :func:`.state_dict.flatten`.
+    Closing the copier also closes ``pool``. ``type_check``: see :func:`.state_dict.flatten`.
     """
 
     def __init__(self, pool: Pool, threads: int = 2, type_check: bool = False) -> None:
@@ -88,13 +88,13 @@ class HostCopier:
         self._recognizer: Recognizer | None = None
 
     def copy(self, state: Any) -> Any:
-        """Return an independent copy of ``state`` in host memory. After an error the copier remains usable."""
+        """Return an independent copy of ``state`` in host memory. The copier remains usable after an error."""
         pending = self.prepare(state)
         self.fill(pending)
         return pending.unflatten()
 
     def prepare(self, state: Any) -> PendingCopy:
-        """Do everything in :meth:`copy` except copying the bytes. Raises the same errors."""
+        """Do everything that :meth:`copy` does, except copying the bytes. Raises the same errors."""
         self.pool.check_open()
         with torch.no_grad(), no_collection():
             known = None if self._recognizer is None else self._recognizer.match(state)
@@ -104,11 +104,11 @@ class HostCopier:
         return PendingCopy(spec, self._layout, lease, lease.view())
 
     def fill(self, pending: PendingCopy) -> None:
-        """Copy the bytes. Blocks until they have arrived."""
+        """Copy the bytes, and wait until the copy is complete."""
         moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads), pending)
         try:
             with torch.no_grad(), no_collection():
-                pending.staged  # noqa: B018  # created while other threads copy
+                pending.staged  # noqa: B018  # creates the tensors while other threads copy
                 events = self.engine.fetch(pending.pairs(pending.layout.remote, pending.layout.packed))
         finally:
             moving.finish()
@@ -122,14 +122,13 @@ class HostCopier:
         self.engine.close()
 
     def _plan(self, state: Any) -> TreeSpec:
-        """Decompose ``state``, and plan its tensors' positions unless they fit the last plan."""
         spec = flatten(state, self.type_check)
         try:
             rows = signature(spec.tensors)
             if self._layout is None or self._layout.signature != rows:
                 self._layout = plan_layout(spec.tensors, rows)
                 self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
-        except StagingError as error:  # error.path is the index of a tensor
+        except StagingError as error:  # its path contains only the index of a tensor
             (index,) = error.path
             assert isinstance(index, int)
             raise type(error)(path_to(state, index), error.reason) from error.__cause__
@@ -138,7 +137,7 @@ class HostCopier:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable garbage collection: a full collection among many new objects would take longer than the copy."""
+    """Disable garbage collection. With many new objects, a full collection would take longer than the copy."""
     was_on = gc.isenabled()
     gc.disable()
     try:

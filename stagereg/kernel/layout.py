@@ -1,12 +1,12 @@
 """The position of each tensor of a state dict in one block of host memory.
 
-A :class:`Layout` is a plan that is made once and reused while the state dict does not change. Tensors that share memory
-are put into one *region*, so tied weights are copied once and remain tied; a view costs the bytes that it spans, not
-its whole storage. A view with holes (a column of a matrix) keeps its strides while the holes cost less than the data or
-a page; otherwise it is packed, and its copy is contiguous.
+A :class:`Layout` is planned once, and reused while the state dict does not change. Tensors that share memory are in one
+*region*, which is copied once, so that tied weights remain tied. A view costs the bytes between its first and its last
+element, not its whole storage. A view with gaps (for example a column of a matrix) keeps its strides if the gaps are
+smaller than the data or a page. Otherwise the view is *packed*: its copy is contiguous.
 
-Planning reads addresses and shapes and copies nothing. :func:`tensors_over` creates the copy's tensors over memory with
-this layout.
+Planning reads addresses and shapes, and copies nothing. :func:`tensors_over` creates the tensors of the copy over
+memory with this layout.
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ from stagereg.errors import StagingError
 from stagereg.kernel.state_dict import span_of, why_without_data
 from stagereg.kernel.transfer import Batch
 
-_ALIGNMENT = 64  # alignment of regions in bytes; a cache line, and a multiple of every dtype's size
+_ALIGNMENT = 64  # alignment of regions in bytes: a cache line, which is a multiple of the size of every dtype
 _PAGE = 4096
 
 Signature = list[tuple[int, torch.dtype, torch.Size, tuple[int, ...], int, int, int]]
 """The properties that must be equal for a layout to be reused. Per tensor: address, dtype, shape, stride, address and
 bytes of the storage, device."""
 
-_Run = tuple[int, int, int, int]  # device index, first byte, byte after the last, tensor index
+_Run = tuple[int, int, int, int]  # device index, first address, address after the last byte, tensor index
 
 
 @dataclass(slots=True)
 class Region:
-    """A range of source bytes that is copied unchanged."""
+    """A range of source bytes that is copied as a whole."""
 
-    source: int  # index of a tensor whose storage contains the bytes
+    source: int  # index of one tensor whose storage contains the bytes
     address: int  # start in the source device's memory
     nbytes: int
     members: list[int]  # indices of the tensors in the region
-    offset: int = 0  # start of its copy in host memory
+    offset: int = 0  # offset of the copy in host memory
 
 
 @dataclass(slots=True)
 class Piece:
-    """The position of one tensor's copy."""
+    """The position of the copy of one tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
-    span: int  # elements from the first to the last, inclusive; 0 for an empty tensor, which has no position
-    start: int = 0  # elements before the first one in the copy's storage
-    offset: int = 0  # start of that storage in host memory; copies that share memory have equal offsets
-    nbytes: int = 0  # size of that storage
+    span: int  # number of elements from the first to the last in memory; 0 for an empty tensor
+    start: int = 0  # index of the first element in the storage of the copy
+    offset: int = 0  # offset of the storage in host memory; equal for copies that share memory
+    nbytes: int = 0  # size of the storage
 
 
 @dataclass(slots=True)
 class Layout:
-    """A plan for one state dict. Tensors are referred to by index."""
+    """The plan for one state dict. Refers to tensors by index."""
 
-    signature: Signature  # inputs of the plan
-    pieces: list[Piece]  # positions, by tensor
-    regions: list[Region]  # regions in host memory
-    batch: Batch  # copies of these regions
-    remote: list[Region]  # regions on accelerators
+    signature: Signature  # properties of the tensors for which the plan was made
+    pieces: list[Piece]  # position of each tensor's copy
+    regions: list[Region]  # regions whose source is in host memory
+    batch: Batch  # the copies of ``regions``
+    remote: list[Region]  # regions whose source is on an accelerator
     packed: list[int]  # tensors that are copied element by element
-    nbytes: int  # host memory needed
-    alone: list[tuple[torch.dtype, int, int] | None]  # dtype, elements, offset; None for tensors that share memory
-    unfinished: list[int]  # tensors that are not adjacent elements in one dimension
+    nbytes: int  # required host memory
+    alone: list[tuple[torch.dtype, int, int] | None]  # (dtype, elements, offset); None if memory is shared
+    unfinished: list[int]  # tensors whose shape or storage must still be set
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
-    """Return the properties that a layout depends on. Takes about half a microsecond per tensor."""
+    """Return the properties of tensors on which a layout depends. Takes about 0.5 microseconds per tensor."""
     rows: Signature = []
     try:
         for x in tensors:
@@ -87,8 +87,8 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
     """Plan host memory for plain strided tensors.
 
     Raises:
-        StagingError: a tensor extends beyond its storage, for example after the storage was freed; ``path`` is the
-            index.
+        StagingError: a tensor extends beyond its storage, for example after the storage was freed. The error's ``path``
+            is the index of the tensor.
     """
     pieces: list[Piece] = []
     runs: list[_Run] = []
@@ -116,23 +116,22 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
 
 
 def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
-    """Merge ranges that overlap, or that are adjacent within one storage."""
     regions: list[Region] = []
-    last: tuple[int, int] | None = None  # device and storage of the last region
+    last: tuple[int, int] | None = None  # device and storage address of the last region
     for device, begin, end, i in sorted(runs):
         base = rows[i][4]
         if last == (device, base) and begin <= regions[-1].address + regions[-1].nbytes:
             regions[-1].nbytes = max(regions[-1].nbytes, end - regions[-1].address)
             regions[-1].members.append(i)
             continue
-        aligned = base + (begin - base) // 16 * 16  # aligned so that a view with a wider dtype is aligned, too
+        aligned = base + (begin - base) // 16 * 16  # so that views with wider dtypes are aligned
         regions.append(Region(i, aligned, end - aligned, [i]))
         last = (device, base)
     return regions
 
 
 def _adopt(holed: list[_Run], regions: list[Region], rows: Signature) -> list[int]:
-    """Add each view with holes to the region that contains it, if any; return the views that must be packed."""
+    """Add each view with gaps to the region that contains it, if there is one. Return the other views, to be packed."""
     starts = [(rows[region.source][6], region.address) for region in regions]
     packed: list[int] = []
     for device, begin, end, i in holed:
@@ -151,7 +150,6 @@ def _assign(
     rows: Signature,
     pieces: list[Piece],
 ) -> tuple[int, list[tuple[torch.dtype, int, int] | None]]:
-    """Assign host offsets. Return the bytes needed, and ``Layout.alone``."""
     alone: list[tuple[torch.dtype, int, int] | None] = [None] * len(pieces)
     cursor = 0
     for region in regions:
@@ -161,10 +159,10 @@ def _assign(
             piece, size = pieces[i], tensors[i].element_size()
             start = (rows[i][0] - region.address) // size
             piece.start, piece.offset, piece.nbytes = start, region.offset, region.nbytes
-            if len(region.members) == 1:  # its storage does not need the alignment bytes in front
+            if len(region.members) == 1:  # its storage begins at the tensor, not at the aligned address
                 piece.start, piece.offset, piece.nbytes = 0, region.offset + start * size, piece.span * size
                 alone[i] = (tensors[i].dtype, piece.span, piece.offset)
-    first: dict[tuple[object, ...], int] = {}  # equal views are packed once
+    first: dict[tuple[object, ...], int] = {}  # offset of the first of several equal views
     for i in packed:
         x, piece = tensors[i], pieces[i]
         piece.stride, piece.span, piece.nbytes = torch.empty_like(x, device="meta").stride(), x.numel(), x.nbytes
@@ -179,9 +177,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
-    """Create the staged tensors over ``view``, host memory that begins at the start of the layout.
+    """Create the tensors of the copy over ``view``, the host memory of the layout.
 
-    Tensors of one region share one storage, which has exactly the region's bytes.
+    Tensors in one region share one storage, whose size is the size of the region.
     """
     frombuffer = torch.frombuffer
     made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
@@ -202,18 +200,19 @@ def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
 
 
 def region_bytes(region: Region, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the source bytes of a region, which are in ``storage``.
+    """Return a tensor over the source bytes of a region in ``storage``.
 
     Raises:
-        StagingError: the storage was freed or resized since the layout was planned; ``path`` is the index of a tensor.
+        StagingError: the storage was freed or resized after the layout was planned. The error's ``path`` is the index
+            of a tensor.
     """
-    if not is_in(region, storage):  # set_ would enlarge a storage that is too small
+    if not is_in(region, storage):  # otherwise set_ would enlarge the storage
         raise StagingError([region.source], "its storage was freed or resized while it was being copied")
     source = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return source.set_(storage, region.address - storage.data_ptr(), (region.nbytes,), (1,))
 
 
 def is_in(region: Region, storage: torch.UntypedStorage) -> bool:
-    """Return whether the source bytes of a region are still in a storage."""
+    """Return whether ``storage`` still contains the source bytes of a region."""
     base = storage.data_ptr()
     return base <= region.address and region.address + region.nbytes <= base + storage.nbytes()

@@ -1,13 +1,16 @@
-"""Membership: which ranks still have data, step by step, in a join in which all ranks run stagereg's ``Join``.
+"""Membership: which ranks still have data in each step of a join, if all ranks run stagereg's ``Join``.
 
-A step *begins* on a rank with data when its first joinable announces it. A rank without data checks, once per step,
-whether the step has begun anywhere: if so, it takes part in the step; if not, no rank has data any more. Two protocols:
+A step *begins* on a rank with data when its first joinable announces the step. A rank without data checks, once per
+step, whether the step has begun on any rank. If it has, the rank takes part in the step; if not, no rank has data any
+more. There are two protocols:
 
-* :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence to one asynchronous sum per step. A rank
-  with data reads the sum late in its forward, or never if nothing depends on it. Ranks that know their number of
-  batches also add that more will follow, so a join that throws waits only near the end.
-* :class:`StoreMembership` (mode ``planned``): steps have no sum. A rank with data writes one key per step to the store,
-  which takes microseconds; ranks without data poll for the key. The keys decide, so a wrong plan does no harm.
+* :class:`AllReduceMembership` (mode ``counted``): in each step, every rank adds to an asynchronous sum whether it has
+  data. A rank with data reads the sum late in its forward, or never if nothing depends on it. A rank that has the
+  length of its loader also adds whether another step will follow. So a join that throws waits for sums only near the
+  end.
+* :class:`StoreMembership` (mode ``planned``): steps have no sum. A rank with data writes one key per step to the
+  rendezvous store, which takes microseconds; ranks without data poll for the key. Ranks rely on the keys, so incorrect
+  lengths do no harm.
 """
 
 from __future__ import annotations
@@ -26,26 +29,26 @@ from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting
 class ActiveRanks(NamedTuple):
     """The ranks that take part in a step."""
 
-    ranks: tuple[int, ...] = ()  # ranks with data, in order; empty if unknown
-    syncing: int = 1  # number of ranks that will reduce gradients; if unknown, 1 if some may, otherwise 0
+    ranks: tuple[int, ...] = ()  # the ranks with data, sorted; empty if unknown
+    syncing: int = 1  # number of ranks that will reduce gradients; if unknown: 1 if some rank may, otherwise 0
 
 
 class Membership(ABC):
-    """One rank's side of the protocol, for one loop over its data.
+    """One rank's endpoint of the protocol, for one loop over data.
 
     Attributes:
-        steps: steps that have begun, on this rank, or on others while this rank had no data.
-        shadowed: steps among these that began since this rank ran out of data.
+        steps: the number of steps that have begun, including those that began while this rank had no data.
+        shadowed: the number of steps that have begun since this rank ran out of data.
         over: whether no rank has data any more.
-        all_took_every_step: once the loop is over, whether every rank had data in every step; equal on all ranks.
-        empty: whether the loop's body runs on an empty batch.
-        expects_empty_step: whether the body got an empty batch and has not begun its step.
+        all_took_every_step: after the loop, whether every rank had data in every step. Equal on all ranks.
+        empty: whether the loop body runs on an empty batch.
+        expects_empty_step: whether the body has received an empty batch and has not begun a step on it.
     """
 
     all_took_every_step = True
     empty = False
     expects_empty_step = False
-    _sure = True  # whether all ranks had announced that they would take the current step
+    _sure = True  # whether all ranks announced in the previous step that they would take this step
 
     def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
@@ -57,10 +60,13 @@ class Membership(ABC):
         self._waiting = waiting
 
     def begin(self, syncing: bool | None = True) -> None:
-        """Begin a step on a rank with data. ``syncing``: whether it reduces gradients; ``None``: like other ranks."""
-        if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
+        """Begin a step on a rank with data, or on an empty batch.
+
+        ``syncing``: whether the step reduces gradients. ``None``: as on the other ranks.
+        """
+        if self.expects_empty_step:  # a step on an empty batch, which other ranks have already begun
             self.expects_empty_step = False
-        elif self.empty:  # another step on the same empty batch; other ranks take another step on their batches
+        elif self.empty:  # a second step on the same empty batch, as on the batches of other ranks
             self.wait_for_next_step()
         else:
             self._begin(syncing)
@@ -72,18 +78,18 @@ class Membership(ABC):
 
     @abstractmethod
     def read(self) -> ActiveRanks:
-        """Return which ranks take part in the current step. Waits for the other ranks to begin it or to run out."""
+        """Return the ranks that take part in the current step. Waits until each rank has begun it or is out of data."""
 
     def raise_if_exhausted(self) -> None:
-        """On a rank with data, raise before the step changes anything, if the join throws and a rank ran out of data.
+        """Raise on a rank with data, before a step changes anything, if the join throws and a rank ran out of data.
 
-        Waits for the other ranks only if one of them did not know whether it would take this step.
+        Waits for the other ranks only if some rank did not announce that it would take this step.
         """
         if not self._sure:
             self.read()
 
     def wait_for_next_step(self) -> ActiveRanks | None:
-        """Wait for the next step, on a rank without data; return its ranks, or ``None`` once no rank has data."""
+        """On a rank without data, wait for the next step. Return its active ranks, or ``None`` if no rank has data."""
         self.expects_empty_step = False
         found = None if self.over else self._wait_for_next_step()
         if found is None:
@@ -107,7 +113,7 @@ class Membership(ABC):
 
 
 _ABSENT, _UNSURE, _MORE = 0.0, 1.0, 2.0
-"""The presence that a rank adds: no data, a step, a step followed by another."""
+"""What a rank adds to the sum: it has no data; it takes this step; it takes this step and another step follows."""
 BY_NUMBER = (
     "Choose no_sync() by the number of the step, which is equal on all ranks, not by a rank's remaining data or by "
     "a counter that stops on ranks that have left the loop."
@@ -116,10 +122,10 @@ _PERHAPS = 2.0**-20  # added by a rank that does not know yet whether it reduces
 
 
 class AllReduceMembership(Membership):
-    """One asynchronous sum per step.
+    """Adds up in each step, in an asynchronous all-reduce, which ranks have data.
 
-    ``length``: the number of steps that this rank expects to begin, if known. If its data ends earlier, this rank takes
-    part in one more step, and all ranks raise after this step.
+    ``length``: the number of batches of this rank, if known. If its data ends earlier, this rank takes part in one more
+    step, after which all ranks raise.
     """
 
     def __init__(self, channel: ControlChannel, throw: bool, waiting: Waiting, length: int | None) -> None:
@@ -129,7 +135,7 @@ class AllReduceMembership(Membership):
         self._first: PendingSum | None = None  # the first sum of the loop
         self._values = [_UNSURE] * channel.size + [float(channel.size)]
         self._active = ActiveRanks(tuple(range(channel.size)), channel.size)
-        self._number = 0  # number of the step that is summed
+        self._number = 0  # the number of the step whose sum is pending
         self._sure = False
 
     def some_never_had_data(self) -> bool:
@@ -163,7 +169,7 @@ class AllReduceMembership(Membership):
 
     def _begin(self, syncing: bool | None) -> None:
         self._look_back()
-        has_more = self._length is not None and self.steps + 1 < self._length  # a batch has at least one step
+        has_more = self._length is not None and self.steps + 1 < self._length  # each batch takes at least one step
         presence = _MORE if has_more else _UNSURE
         self._add(presence, syncing)
 
@@ -181,7 +187,7 @@ class AllReduceMembership(Membership):
         self._first = self._first or self._pending
 
     def _look_back(self) -> None:
-        """Read the previous step's sum, which has long arrived, and raise if it shows that this step is uneven."""
+        """Read the sum of the previous step, which has arrived long ago. Raise if it shows ranks without data."""
         self._read()
         if not self._throw:
             return
@@ -189,7 +195,7 @@ class AllReduceMembership(Membership):
         self._sure = all(presence == _MORE for presence in self._values[:-1])
 
     def _stop(self, begun: int = 0) -> None:
-        """Raise if only some ranks had data in the last sum. ``begun``: counted steps that are then not taken."""
+        """Raise if only some ranks had data in the last sum. ``begun``: number of counted steps that are not taken."""
         gone = [rank for rank, each in enumerate(self._values[:-1]) if each == _ABSENT]
         if len(gone) == self._size:
             return
@@ -202,10 +208,11 @@ class AllReduceMembership(Membership):
 
 
 class StoreMembership(Membership):
-    """One sum per loop, when a rank leaves, on a channel that carries no other sum meanwhile.
+    """Writes one store key per step. The ranks add up their step counts once, when they leave the loop.
 
-    ``lengths``: the number of batches that each rank announced. If they differ and the join throws, all ranks raise.
-    The store key ``begun/<step>`` is 1 if the step reduces gradients, otherwise 0.
+    The channel must have no other sum at that time. ``lengths``: the number of batches of each rank. If the lengths
+    differ and the join throws, all ranks raise. The store key ``begun/<step>`` is 1 if the step reduces gradients,
+    otherwise 0.
     """
 
     def __init__(
@@ -215,7 +222,7 @@ class StoreMembership(Membership):
         self.store = store
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()
-        self._skipped = False  # whether this rank did not reduce gradients in its last step
+        self._skipped = False  # whether this rank's last step did not reduce gradients
         self.shortest, self._longest = min(lengths), max(lengths)
         if throw and self.shortest < self._longest:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in zip(channel.ranks, lengths, strict=True))
@@ -225,16 +232,16 @@ class StoreMembership(Membership):
             )
 
     def some_never_had_data(self) -> bool:
-        """Return whether the plan has a rank without batches; see :meth:`Membership.some_never_had_data`."""
+        """Return whether some rank has planned length 0. Does not wait."""
         return self.shortest == 0
 
     def read(self) -> ActiveRanks:
-        """Return without waiting; the active ranks are unknown. See :meth:`Membership.read`."""
+        """Return without waiting. ``ranks`` is empty, because the active ranks are unknown."""
         return self._active
 
     @property
     def keys(self) -> Iterator[str]:
-        """This rank's keys among the keys that the loop leaves in the store."""
+        """The keys of the loop in the rendezvous store that this rank must delete."""
         return (f"begun/{step}" for step in range(self._rank, self.steps, self._size))
 
     def _begin(self, syncing: bool | None) -> None:
@@ -269,10 +276,10 @@ class StoreMembership(Membership):
         return self._active
 
     def _next_is_known(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until the next step has begun, or all ranks have left and no step follows."""
+        """Wait for at most ``seconds``. Return whether the next step has begun, or all ranks have left the loop."""
         assert self._taken is not None
         started, waited = time.monotonic(), 0.0
-        # Near the end of the plan, the sum probably arrives soon, and querying the store takes longer.
+        # After the longest planned length, the sum probably arrives soon, and is faster to check than the store.
         ended = self.steps >= self._longest and self._taken.ready(min(seconds, 0.002))
         while not ended and not self.store.check([f"begun/{self.steps}"]):
             ended = self._taken.ready(min(waited / 8, 0.002))  # increasing poll intervals
@@ -281,6 +288,6 @@ class StoreMembership(Membership):
                 return False
         if ended:
             taken = self._taken.wait()
-            self.over = max(taken) == self.steps  # a rank with more steps had begun the next step before it left
+            self.over = max(taken) == self.steps  # no rank has begun the next step
             self.all_took_every_step = min(taken) == max(taken)
         return True

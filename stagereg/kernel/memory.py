@@ -1,15 +1,15 @@
-"""Host memory for copies: blocks, and the pool that leases them.
+"""Host memory for copies: blocks of memory, and the pool that leases them.
 
-A :class:`Block` consists of whole pages of memory, pre-faulted, and page-locked if this speeds up an accelerator. A
-:class:`Lease` covers one copy, until its last tensor is freed or its reader calls :meth:`Pool.release`. Each tensor
-over :meth:`Lease.view` holds the lease, and the block returns to the pool when nothing holds the lease.
+A :class:`Block` consists of whole pages. They are pre-faulted, and page-locked if this speeds up copies from an
+accelerator. A :class:`Lease` covers one copy: it ends when the last tensor of the copy is freed, or when the reader of
+the copy calls :meth:`Pool.release`. A block returns to the pool when no tensor uses it.
 
-If ``max_in_flight`` copies are leased, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
-promised to release its copies (``Pool.readers_release``), otherwise at most one second. After that it uses new memory,
-and logs this once. From then on, it does not wait for a reader without the promise.
+If ``max_in_flight`` copies are leased, :meth:`Pool.lease` waits until a lease ends: at most ``wait_s`` seconds if the
+reader declared that it will release its copies (``Pool.readers_release``), otherwise at most one second. Then it uses
+new memory, logs this once, and from then on no longer waits for a reader that does not release copies.
 
-A forked child, such as a worker of a ``DataLoader``, does not get the blocks: writing to a page that a child shares
-would cost a page fault. The child may read copies whose reader has not promised to release them.
+A forked child, such as a worker of a ``DataLoader``, does not get the blocks, because a write to a page that a child
+shares would cost a page fault. Exception: the child may read copies whose reader does not release them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stagereg.errors import StagerClosedError, StagingError
 log = logging.getLogger("stagereg")
 
 WAIT_WITHOUT_RELEASE_S = 1.0
-"""Maximum seconds that the pool waits for a reader that has not promised to release its copies."""
+"""Maximum seconds that the pool waits for a reader that does not release its copies."""
 
 _POLL_S = 0.002
 _COLLECT_EVERY_S = 1.0
@@ -48,7 +48,7 @@ _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 class Block:
     """One block of host memory, in whole pages, pre-faulted by ``threads``. A forked child does not get the block."""
 
-    _private: PrivateMemory | None = None  # the memory, if it can be withheld from a forked child
+    _private: PrivateMemory | None = None  # the memory, if it can be hidden from a forked child
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         self.nbytes = _whole_pages(nbytes)
@@ -68,14 +68,14 @@ class Block:
         return view_of(self._memory)
 
     def inherit(self, inherited: bool) -> None:
-        """Choose whether children forked from now on get the block."""
+        """Set whether children that are forked from now on get the block."""
         if self._private is not None:
             self._private.inherit(inherited)
 
     def _lock(self) -> None:
         """Page-lock the memory until it is unmapped.
 
-        With CUDA this does not use torch's allocator, which rounds sizes up and caches freed memory.
+        With CUDA, this does not use torch's allocator, which would round the size up and cache freed memory.
         """
         try:
             if not torch.cuda.is_available():
@@ -83,7 +83,7 @@ class Block:
                 self._private = None
                 return
             if code := int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _FOR_ALL_DEVICES)):
-                with contextlib.suppress(RuntimeError):  # clears the error; otherwise torch raises it at a later kernel
+                with contextlib.suppress(RuntimeError):  # clears the CUDA error, which torch would raise later
                     torch.zeros(1, dtype=torch.uint8, device="cuda")
                 raise RuntimeError(f"CUDA error {code}")
             owner = os.getpid(), torch.cuda.current_device()
@@ -92,7 +92,7 @@ class Block:
             log.warning("stagereg: cannot page-lock %d bytes (%s). Using pageable memory.", self.nbytes, error)
 
     def _map(self) -> torch.Tensor:
-        # Private pages: mmap's default, shared pages, are slower to allocate and cannot be huge pages.
+        # Uses private pages. Shared pages, the default of mmap, are slower to allocate and cannot be huge pages.
         try:
             self._private = private_memory(self.nbytes)
         except (OSError, MemoryError, ValueError, OverflowError) as error:
@@ -100,9 +100,9 @@ class Block:
         return torch.frombuffer(self._private, dtype=torch.uint8)
 
     def _touch(self, threads: int) -> None:
-        """Populate the pages now, on several threads, instead of by page faults during the copy.
+        """Populate the pages now, on several threads, so that the copy causes no page faults.
 
-        A kernel without this feature returns an error, and pages are then faulted in on first use.
+        On a kernel without this feature, the call returns an error, and the first use of each page causes a page fault.
         """
         # mmap.madvise would block all Python threads, because it holds the GIL.
         advise = ctypes.CDLL(None).madvise
@@ -114,45 +114,45 @@ class Block:
         with ThreadPoolExecutor(threads) as workers:
             for call in others:
                 workers.submit(advise, *call)
-            advise(*first)  # on this thread: no thread can be started while another one populates pages
+            advise(*first)  # on this thread, after all threads have started: populating blocks their start
 
 
 def _unlock(process: int, device: int, address: int) -> None:
-    if process != os.getpid():  # CUDA does not work in a forked child
+    if process != os.getpid():  # CUDA cannot be used in a forked child
         return
-    with torch.cuda.device(device):  # initializing the thread's own device would cost memory
+    with torch.cuda.device(device):  # so that CUDA does not initialize another device
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def view_of(memory: torch.Tensor) -> memoryview:
-    """Return a new view of a tensor of bytes; the view keeps the tensor alive."""
+    """Return a new memoryview of a uint8 tensor. The memoryview keeps the tensor alive."""
     block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
     block._owner = memory  # type: ignore[attr-defined]
     return memoryview(block).cast("B")
 
 
 class Lease:
-    """The lease of one copy on a block; see :meth:`Pool.lease`."""
+    """The right of one copy to use a block. See :meth:`Pool.lease`."""
 
     def __init__(self, block: Block, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
         self.block = block
         self._copies = copies
 
     def view(self) -> memoryview:
-        """Return a new view of the block. The block is in use, and the lease lasts, while the view lives."""
+        """Return a new memoryview of the block. While it exists, the lease lasts and the block is not reused."""
         view = self.block.view()
         owner: Any = view.obj
         owner.held = self
         return view
 
     def hand_out(self, copy: Any) -> Any:
-        """Return ``copy``, and register this lease for :meth:`Pool.release` of ``copy``."""
+        """Return ``copy``, after registering it so that ``Pool.release(copy)`` ends this lease."""
         self._copies[id(copy)] = self
         return copy
 
 
 class Pool:
-    """Leases blocks to a bounded number of copies at once.
+    """Leases blocks of memory to a limited number of copies at the same time.
 
     One copy::
 
@@ -160,19 +160,19 @@ class Pool:
         view = lease.view()  # create tensors over it with torch.frombuffer
         return lease.hand_out(state_dict_of_those_tensors)
 
-    Unused blocks are retained, the largest first, up to ``max_in_flight`` times the size of one copy. One thread at a
-    time may call :meth:`lease`. :meth:`release` and :meth:`close` are thread-safe.
+    The pool retains unused blocks, the largest first, up to ``max_in_flight`` times the size of one copy. Only one
+    thread at a time may call :meth:`lease`. :meth:`release` and :meth:`close` are thread-safe.
 
     Args:
-        max_in_flight: leases at once before :meth:`lease` waits; None for no bound.
-        wait_s: maximum seconds to wait.
-        keep: reuse returned blocks; otherwise they are freed.
-        pin: page-lock the memory; None: if an accelerator is available. If this fails, pageable memory is used and the
-            failure is logged once.
-        threads: threads that pre-fault new pages.
+        max_in_flight: number of leases from which on :meth:`lease` waits; None: unlimited.
+        wait_s: maximum seconds that :meth:`lease` waits.
+        keep: True: reuse returned blocks. False: free them.
+        pin: whether to page-lock the memory; None: if an accelerator is available. If this fails, the pool uses
+            pageable memory and logs the failure.
+        threads: number of threads that pre-fault new pages.
 
     Attributes:
-        readers_release: whether the reader has promised to :meth:`release` its copies; initially False.
+        readers_release: whether the reader declared that it will :meth:`release` its copies; initially False.
     """
 
     def __init__(
@@ -198,22 +198,22 @@ class Pool:
             )
         self._make = lambda nbytes: Block(nbytes, pin is not False and there, threads)
         self._keep = keep
-        # Finalizers on any thread change these two attributes, by one atomic operation each.
+        # Finalizers, on any thread, change each of these two attributes in one atomic operation.
         self._out: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._free: list[Block] = []
         self._copies: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._overdrawn = False
         self._closed = False
-        self._in_use: weakref.WeakSet[Lease] = weakref.WeakSet()  # including released leases
+        self._in_use: weakref.WeakSet[Lease] = weakref.WeakSet()  # leased or released, with a block in use
         _pools.add(self)
 
     @property
     def in_flight(self) -> int:
-        """Number of copies that are leased."""
+        """Number of leased copies."""
         return len(self._out)
 
     def lease(self, nbytes: int) -> Lease:
-        """Return a lease for one more copy of ``nbytes`` bytes. Waits if ``max_in_flight`` copies are leased."""
+        """Return a lease for a copy of ``nbytes`` bytes. Waits if ``max_in_flight`` copies are leased already."""
         self.check_open()
         if self.in_flight >= self.max_in_flight:
             self._wait()
@@ -221,12 +221,11 @@ class Pool:
         lease = Lease(block, self._copies)
         self._out.add(lease)
         self._in_use.add(lease)
-        # The last finalizer runs first, so the block is back before the lease ends.
+        # This finalizer runs before the WeakSets drop the lease, so the block is back when the lease ends.
         weakref.finalize(lease, _give_back, weakref.ref(self), block, os.getpid()).atexit = False
         return lease
 
     def _block(self, nbytes: int) -> Block:
-        """Return an unused block: the smallest retained one that is large enough, or a new one."""
         if nbytes > self._expected:
             self._expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
@@ -241,11 +240,11 @@ class Pool:
     def release(self, copy: object) -> None:
         """End the lease of a copy, and clear the copy if it is a dict. Thread-safe.
 
-        Memory that other tensors use is not reused before these tensors are freed.
+        Memory is reused only after all tensors over it are freed.
         """
         lease = self._copies.pop(id(copy), None)
         if isinstance(copy, dict):
-            copy.clear()  # first, so that the blocks are back when a waiting ``lease`` continues
+            copy.clear()  # first, so that a waiting ``lease`` finds the block in the pool
         if lease is not None:
             self._out.discard(lease)
 
@@ -255,18 +254,18 @@ class Pool:
             raise StagerClosedError
 
     def close(self) -> None:
-        """Free unused blocks. Memory still in use lives until its readers release it. Idempotent."""
+        """Free unused blocks. A block in use is freed when its readers release it. Idempotent."""
         self._closed = True
         self._free.clear()
 
     def inherit_copies(self, inherited: bool) -> None:
-        """Choose whether a child forked now gets the copies of a reader that has not promised to release them."""
+        """Set whether a forked child gets copies, unless their reader declared that it will release them."""
         if not self.readers_release:
             for lease in list(self._in_use):
                 lease.block.inherit(inherited)
 
     def renew(self) -> None:
-        """Drop all blocks and copies in a forked child, because they belong to the parent."""
+        """In a forked child, drop all blocks and copies, because they belong to the parent process."""
         self._out, self._copies, self._in_use = weakref.WeakSet(), weakref.WeakValueDictionary(), weakref.WeakSet()
         self._free = []
 
@@ -274,8 +273,8 @@ class Pool:
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
         if self._overdrawn and not self.readers_release:
             limit = 0.0
-        # A failed save can leave its copy in a dead reference cycle. Garbage collection visits all objects of the
-        # program, so a reader that releases its copies gets a second first.
+        # A failed save can leave its copy in an unreachable reference cycle, which garbage collection frees. Collection
+        # is slow, so first wait up to a second for a reader that releases its copies.
         collect_at = min(_COLLECT_EVERY_S, limit / 2) if self.readers_release else 0.0
         began = time.monotonic()
         while self.in_flight >= self.max_in_flight:
@@ -295,7 +294,6 @@ class Pool:
             log.warning(text, self.in_flight, limit)
 
     def _trim(self) -> None:
-        """Free the blocks that exceed the retention bound, the smallest first."""
         most = self.max_in_flight * _whole_pages(self._expected)
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
@@ -306,7 +304,7 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _give_back(pool: weakref.ref[Pool], block: Block, process: int) -> None:
-    """Return a block to its pool. Runs in a finalizer, on the thread that drops the last reference; takes no lock."""
+    """Return a block to its pool. Called by a finalizer, on any thread, so it takes no lock."""
     owner = pool()
     if owner is not None and owner._keep and not owner._closed and process == os.getpid():
         owner._free.append(block)

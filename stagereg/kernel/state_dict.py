@@ -1,13 +1,13 @@
-"""Decompose a state dict into plain tensors, and build a copy of it around other tensors.
+"""Decomposes a state dict into plain tensors, and builds a copy of it around other tensors.
 
-:func:`flatten` walks a state dict once, with a pickler. The pickle holds the structure: types, order, keys, sharing and
-cycles. Objects such as dataclasses are decomposed like containers, into the state that pickle would store. Plain
-strided tensors are listed; objects with their own deep copy, and without tensors, are copied immediately.
-:meth:`TreeSpec.unflatten` unpickles the structure with staged tensors instead of the source's, wrapped again as
-``Parameter``, DTensor, ShardedTensor or traceable subclass, with their Python attributes. Values that cannot be staged
-raise an error with their path in the dict.
+:func:`flatten` walks a state dict once, with a pickler. The pickle contains the structure: types, order, keys, sharing
+and cycles. Objects such as dataclasses are decomposed like containers, into the state that pickle would store. Plain
+strided tensors go into a list. Objects that have their own deep copy, and no tensors, are copied immediately.
 
-Lazy conjugation and negation are resolved, because transfers of tensors to other processes lose them.
+:meth:`TreeSpec.unflatten` unpickles the structure with staged tensors instead of the source tensors. It wraps them
+again as ``Parameter``, DTensor, ShardedTensor or traceable subclass, and restores their Python attributes. A value that
+cannot be staged raises an error that contains its path in the dict. Lazy conjugation and negation are resolved, because
+they are lost when a tensor is transferred to another process.
 
 Most calls stage a state dict with the structure and memory of the previous call. :class:`Recognizer` recognizes such a
 state dict at a third of the cost of :func:`flatten` and a layout.
@@ -38,30 +38,30 @@ from stagereg.errors import StagingError, UnstageableTypeError
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # not a public name of torch; without it no state dict is recognized
+except ImportError:  # a private name of torch, only needed to recognize state dicts
     TensorGuards = None  # type: ignore[assignment, misc]
 
-# Immutable values: the copy holds the same object.
+# Types of immutable values, which the copy shares with the source.
 ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, type, slice, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
     types.FunctionType, types.BuiltinFunctionType,
 })  # fmt: skip
 
-# Base classes of many types that ``copy.deepcopy`` treats as immutable, too.
+# Base classes. Most of their subclasses are immutable for ``copy.deepcopy`` too.
 _ATOMIC = (types.CodeType, property, weakref.ref)
 
-# Types that torch's type_check accepts in addition to containers.
+# Types that ``type_check`` accepts, in addition to containers.
 _CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None), torch.Tensor)
 
-_Reduced = tuple[Any, ...]  # a reduce value, in pickle's terms
+_Reduced = tuple[Any, ...]  # the result of ``__reduce__``, see the documentation of pickle
 
 
 class TreeSpec:
-    """A state dict's copy without its tensors.
+    """The copy of a state dict, without its tensors.
 
-    ``tensors``: the source's plain strided tensors, each object once, neither detached nor copied. ``lazy``: by index,
-    the tensors whose lazy conjugation or negation was resolved in new memory.
+    ``tensors``: the plain strided tensors of the source, each object once, neither detached nor copied. ``lazy``: the
+    tensors, by index, whose lazy conjugation or negation was resolved in new memory.
     """
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class TreeSpec:
         self._pickled = b""
 
     def release_sources(self) -> None:
-        """Clear ``tensors`` and ``lazy``, which :meth:`unflatten` does not need."""
+        """Clear ``tensors`` and ``lazy``, which :meth:`unflatten` does not use."""
         self.tensors.clear()
         self.lazy.clear()
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
-        """Return the finished copy, with ``staged[i]`` instead of ``tensors[i]``. Call only once."""
+        """Return the finished copy, which has ``staged[i]`` instead of ``tensors[i]``. Call only once."""
         finished = list(staged)
         for i, finish in self._finish.items():
             finished[i] = finish(finished[i])
@@ -85,10 +85,11 @@ class TreeSpec:
 
 
 def flatten(state: Any, type_check: bool = False) -> TreeSpec:
-    """Decompose ``state``, nested containers and objects. Errors contain the path of the value that cannot be staged.
+    """Decompose ``state``, which consists of nested containers and objects.
 
-    ``type_check``: refuse leaves that are not a tensor, number, string, bytes, ``BytesIO`` or None, as in torch.
-    Otherwise such leaves are copied as ``copy.deepcopy`` would, except for their tensors, which are listed.
+    If a value cannot be staged, the error contains its path. ``type_check``: raise for values other than tensors,
+    numbers, strings, bytes, ``BytesIO`` and None, as torch does. Without ``type_check``, other objects are copied as
+    ``copy.deepcopy`` would copy them, except their tensors, which are listed.
     """
     try:
         return _flatten(state, type_check)
@@ -98,7 +99,7 @@ def flatten(state: Any, type_check: bool = False) -> TreeSpec:
 
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:
-    """Return the keys that lead to the tensor at ``index`` in :func:`flatten`'s list, for error messages."""
+    """Return the path (list of keys) of the tensor at ``index`` in the list of :func:`flatten`, for error messages."""
     wanted = _identities(flatten(state))[index]
     return _path_to(state, lambda x: wanted in _identities(flatten(x)), {})
 
@@ -112,8 +113,7 @@ def _identities(spec: TreeSpec) -> list[tuple[Any, ...]]:
 
 
 def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tuple[object, ...]:
-    """Return the keys that lead to the innermost value for which ``is_there`` is true."""
-    met[id(x)] = x  # keep alive, so that no other object gets this id; a dict may create its values
+    met[id(x)] = x  # keeps x alive, so that no other object gets its id
     for key, value in entries_of(x):
         if id(value) not in met and is_there(value):
             return (key, *_path_to(value, is_there, met))
@@ -121,7 +121,7 @@ def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tu
 
 
 def entries_of(x: Any) -> list[tuple[object, Any]]:
-    """Return the items of a container and the attributes of an object, by their keys and names."""
+    """Return the (key, value) pairs of a container, followed by the (name, value) pairs of an object's attributes."""
     entries = list(x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, (list, tuple, deque)) else ()))
     if type(x) not in ATOMS and not (isinstance(x, torch.Tensor) and why_without_data(x)):
         entries += getattr(x, "__dict__", {}).items()
@@ -159,11 +159,11 @@ def _check_types(x: Any, met: set[int]) -> None:
 
 
 def _tensor(index: int) -> Any:
-    """Placeholder in the structure for a staged tensor."""
+    """Placeholder in the pickled structure for a staged tensor."""
 
 
 def _constant(index: int) -> Any:
-    """Placeholder in the structure for a value that is already copied, or shared with the source."""
+    """Placeholder in the pickled structure for a value that was copied already, or is shared with the source."""
 
 
 def _set_attributes(x: torch.Tensor, attributes: dict[str, Any]) -> None:
@@ -180,15 +180,13 @@ class _StructureUnpickler(pickle.Unpickler):
 
 
 class _StructurePickler(pickle.Pickler):
-    """Pickles a structure, and stores its tensors and constants in ``spec``."""
-
     def __init__(self, file: io.BytesIO, spec: TreeSpec) -> None:
         super().__init__(file, protocol=5)
         self._spec = spec
         self._own: dict[type, frozenset[str]] = {}
 
     def reducer_override(self, x: Any) -> Any:
-        """Called once per object, except exact dicts, lists, sets, tuples, numbers and strings."""
+        """Called by pickle once per object, except for dicts, lists, sets, tuples, numbers and strings."""
         kind = type(x)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._plain(x)
@@ -197,7 +195,7 @@ class _StructurePickler(pickle.Pickler):
         if issubclass(kind, (dict, list, set, frozenset)) or hasattr(kind, "n_sequence_fields"):
             return NotImplemented
         if issubclass(kind, tuple):
-            return (lambda items: tuple.__new__(kind, items)), (tuple(x),)  # independent of the constructor's arguments
+            return (lambda items: tuple.__new__(kind, items)), (tuple(x),)  # does not call the constructor
         if issubclass(kind, torch.Tensor):
             return self._subclass(x)
         return self._object(x)
@@ -225,7 +223,7 @@ class _StructurePickler(pickle.Pickler):
         return constant
 
     def _subclass(self, x: Any) -> _Reduced:
-        if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: valid after the wait
+        if hasattr(x, "trigger_wait"):  # the result of an asynchronous collective: wait for it
             return self.reducer_override(x.trigger_wait())
         if isinstance(x, ShardedTensor):
             return self._sharded(x)
@@ -249,7 +247,7 @@ class _StructurePickler(pickle.Pickler):
                 y = y.as_subclass(kind)
             return y.requires_grad_() if wants_grad else y
 
-        if x.layout is not torch.strided or x.is_quantized or x.is_nested:  # not a single strided block
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested:  # not one strided block of memory
             copied = self._constant(finish(_attempt(lambda y: y.detach().cpu().clone(), x)))
             return self._with_attributes(copied, vars(x))
         index = len(self._spec.tensors)
@@ -264,7 +262,7 @@ class _StructurePickler(pickle.Pickler):
         return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
 
     def _wrapper(self, x: Any) -> _Reduced:
-        """Handle DTensor and other traceable wrappers, through their own flatten protocol."""
+        """Decompose a DTensor, or another traceable wrapper, with the flatten protocol of its class."""
         (names, context), size, stride, kind = x.__tensor_flatten__(), x.size(), x.stride(), type(x)
         parts = {name: getattr(x, name) for name in names}
         x._clear_non_serializable_cached_data()  # before torch 2.13, size() caches values in __dict__
@@ -272,19 +270,19 @@ class _StructurePickler(pickle.Pickler):
         def make(inner: dict[str, Any]) -> Any:
             return kind.__tensor_unflatten__(inner, context, size, stride)
 
-        if kind not in self._own:  # attributes that the protocol restores itself
+        if kind not in self._own:  # attributes that the flatten protocol restores
             self._own[kind] = frozenset(vars(make(parts))).union(names)
         return self._with_attributes((make, (parts,)), {k: v for k, v in vars(x).items() if k not in self._own[kind]})
 
     def _sharded(self, x: ShardedTensor) -> _Reduced:
-        """Handle a ShardedTensor with staged shards; its metadata places the shards on the CPU."""
-        whole, group, rrefs = x.metadata(), x._process_group, x._init_rrefs  # do not capture x: it has the tensors
+        """Decompose a ShardedTensor into its local shards. The metadata of the copy places the shards on the CPU."""
+        whole, group, rrefs = x.metadata(), x._process_group, x._init_rrefs  # do not capture x, which holds the tensors
         pieces = [shard.metadata for shard in x.local_shards()]
 
         def make(parts: list[torch.Tensor]) -> ShardedTensor:
             metadata = copy.deepcopy(whole)
             local = [Shard(part, copy.deepcopy(piece)) for part, piece in zip(parts, pieces, strict=True)]
-            for part in parts:  # a stager may cast
+            for part in parts:  # the stager may have changed the dtype
                 metadata.tensor_properties.dtype = part.dtype
             for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
                 if meta.placement is not None:
@@ -300,7 +298,6 @@ class _StructurePickler(pickle.Pickler):
 
 
 def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
-    """Return ``copier(x)``; exceptions become an ``UnstageableTypeError`` that names the type."""
     try:
         return copier(x)
     except StagingError:
@@ -311,7 +308,7 @@ def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
 
 
 def why_without_data(x: torch.Tensor) -> str | None:
-    """Return why a tensor with a shape has no memory; ``None`` if it has memory."""
+    """Return the reason why a tensor has a shape but no memory, or ``None`` if it has memory."""
     if x.device.type != "meta" and not isinstance(x, (UninitializedParameter, UninitializedBuffer, FakeTensor)):
         return None
     return (
@@ -320,7 +317,7 @@ def why_without_data(x: torch.Tensor) -> str | None:
 
 
 def has_storage(x: torch.Tensor) -> bool:
-    """Return whether a strided tensor has its own memory; subclasses that wrap other tensors do not."""
+    """Return whether a strided tensor has its own memory. Subclasses that wrap other tensors do not."""
     try:
         x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # the storage has no memory
@@ -329,18 +326,17 @@ def has_storage(x: torch.Tensor) -> bool:
 
 
 def span_of(x: torch.Tensor) -> int:
-    """Return the number of elements from the first of ``x`` in memory to its last, inclusive; 0 for an empty tensor."""
+    """Return the number of elements from the first to the last element of ``x`` in memory; 0 for an empty tensor."""
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
 def _flipped(x: torch.Tensor) -> torch.Tensor:
-    """Resolve the lazy negation and conjugation of ``x``, in new memory with the same strides."""
     return x.as_strided((span_of(x),), (1,)).clone().as_strided(x.shape, x.stride(), 0)
 
 
 # -- recognizing a state dict
 
-_CHUNK = 512  # tensors that are checked several times in a row, while they are in the CPU cache
+_CHUNK = 512  # tensors per chunk; small enough that all checks of a chunk find it in the CPU cache
 
 _CONTAINERS = (dict, list, OrderedDict)
 
@@ -365,14 +361,17 @@ class Recognizer:
 
     @classmethod
     def of(cls, state: Any, tensors: Sequence[torch.Tensor]) -> Recognizer | None:
-        """Remember ``state``, whose ``tensors`` :func:`flatten` lists; ``None`` if the state dict is not plain."""
+        """Return a recognizer of ``state``, or ``None`` if the state dict is not plain.
+
+        ``tensors``: the list of :func:`flatten` for ``state``.
+        """
         if TensorGuards is None or any(x.requires_grad or _attributes(x) for x in tensors):
             return None
         spec = _PlainSpec(state)
         return cls(spec) if spec.is_plain and list(map(id, spec.tensors)) == list(map(id, tensors)) else None
 
     def match(self, state: Any) -> TreeSpec | None:
-        """Return the result of :func:`flatten` for ``state``, or ``None`` if it has changed."""
+        """Return the same result as :func:`flatten` for ``state``, or ``None`` if the state dict differs."""
         spec = _PlainSpec(state)
         if not spec.is_plain or spec.structure != self._structure or any(map(_attributes, spec.tensors)):
             return None
@@ -380,18 +379,18 @@ class Recognizer:
         for guards, addresses, chunk in zip(self._guards, self._addresses, _chunks(spec.tensors), strict=True):
             if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
                 return None
-        # If all addresses differ, no tensor occurs twice.
+        # If all addresses are distinct, each tensor occurs once.
         return spec if self._distinct or len(set(map(id, spec.tensors))) == len(spec.tensors) else None
 
 
 class _PlainSpec(TreeSpec):
-    """The copy of a plain state dict, built in one pass with the source's tensors in it."""
+    """The copy of a plain state dict, built in one pass. Contains the source tensors until :meth:`unflatten`."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.is_plain = True  # if False, the other attributes are not valid
-        self.structure: list[tuple[Any, ...]] = []  # per container: type, keys, types of the values
-        self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
+        self.is_plain = True  # if False, the other attributes are invalid
+        self.structure: list[tuple[Any, ...]] = []  # for each container: type, keys, types of the values
+        self._runs: list[tuple[Any, Sequence[Any]]] = []  # (container in the copy, keys of its next tensors), in order
         self._met: set[int] = set()
         self._root = self._copy(state)
 
@@ -424,7 +423,7 @@ class _PlainSpec(TreeSpec):
             self._runs.append((new, keys))
         elif not kinds <= ATOMS:
             self._copy_some(new, keys, values, types)
-        if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
+        if kind is OrderedDict and _attributes(x):  # for example ``_metadata`` of a module's state dict
             vars(new).update(self._copy(_attributes(x)))
             self.is_plain = self.is_plain and torch.Tensor not in map(type, vars(new).values())
         return new
@@ -436,7 +435,7 @@ class _PlainSpec(TreeSpec):
                 self.tensors.append(value)
                 run.append(key)
             elif kind not in ATOMS and not (kind is tuple and all(type(item) in ATOMS for item in value)):
-                self._runs.append((new, run))  # tensors in the nested container follow
+                self._runs.append((new, run))  # the tensors of the nested container come next
                 run = []
                 new[key] = self._copy(value)
         self._runs.append((new, run))

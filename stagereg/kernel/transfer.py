@@ -1,8 +1,8 @@
-"""Byte transfers: the compiled extension or ``memmove`` on a few threads, and non-blocking copies on side streams.
+"""Copies bytes: within host memory on a few threads, and from accelerators on side streams, without blocking.
 
-Without the compiled extension, a single large ``memmove`` still uses the C library's non-temporal path, which
-``Tensor.copy_`` never does. ctypes releases the GIL during each call. A :class:`CopyEngine` handles addresses only, not
-state dicts; ``layout`` determines the destination of all bytes.
+Copies in host memory use the compiled extension or ``memmove``. Even without the extension, a large ``memmove`` uses
+non-temporal stores, which ``Tensor.copy_`` never does. Calls with ctypes release the GIL. :class:`CopyEngine` handles
+addresses, not state dicts; ``layout`` determines the destination of all bytes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import stagereg.kernel.compiled as compiled
 from stagereg.base.forks import RenewedInChild
 from stagereg.errors import StagingError
 
-COPY_THREADS = "stagereg-copy"  # name prefix of copying threads
+COPY_THREADS = "stagereg-copy"  # prefix of the names of threads that copy
 
-_Move = tuple[int, int, int]  # offset in host memory, address of the source, bytes
-_Piece = Callable[[int], None]  # work on a block of memory, called with the address of its first byte
+_Move = tuple[int, int, int]  # (offset in the destination block, address of the source, number of bytes)
+_Piece = Callable[[int], None]  # a part of a copy: a function of the address of the destination block
 
-_WORTH_A_THREAD = 2**20  # bytes below which another thread costs more than it saves
+_WORTH_A_THREAD = 2**20  # bytes; below this size, a second thread costs more time than it saves
 
 
 class CopyEngine:
-    """Threads and streams that copy. One thread at a time may call the engine, and counts as one of ``threads``."""
+    """Threads and streams that copy. One thread at a time may call the engine; it counts as one of ``threads``."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
@@ -42,23 +42,23 @@ class CopyEngine:
         _engines.add(self)
 
     def renew(self) -> None:
-        """Drop all threads and streams, which do not exist in a forked child."""
+        """Create new threads and streams: in a forked child, those of the parent do not exist."""
         self._workers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix=COPY_THREADS)
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, base: int, pieces: Sequence[_Piece], held: object = None) -> CopyTask:
-        """Start work on the pieces on other threads, which keep ``held`` alive. The caller must finish the task."""
+        """Start to run ``pieces`` on other threads, which keep ``held`` alive. The caller must finish the task."""
         task = CopyTask(base, pieces)
-        with suppress(RuntimeError):  # at interpreter exit, Python 3.12 starts no more threads
+        with suppress(RuntimeError):  # Python 3.12 starts no threads at interpreter exit
             for _ in range(min(self.threads, len(pieces)) - 1):
                 self._workers.submit(task.work, held)
         return task
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
-        """Copy tensors, given as (destination, source) pairs; return one event per device, at the end of its copies.
+        """Copy tensors, given as (destination, source) pairs. Return one event per accelerator, after its copies.
 
-        Copies from an accelerator are queued on a separate stream, after the work that the caller has queued; the
-        caller's stream does not wait. Copies from host memory are complete on return.
+        Copies from an accelerator run on a separate stream, after the work that the caller has queued; the caller's
+        stream does not wait. Copies from host memory are complete on return.
         """
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for to, source in pairs:
@@ -85,15 +85,15 @@ _engines = RenewedInChild(CopyEngine.renew)
 
 
 class CopyTask:
-    """Pieces of work on the block of memory that begins at ``base``; any thread may take the next piece."""
+    """A copy in several pieces, into the block of memory at address ``base``. Any thread may run the next piece."""
 
     def __init__(self, base: int, pieces: Iterable[_Piece]) -> None:
         self._base, self._pieces = base, deque(pieces)
-        self._busy: list[threading.Lock] = []  # one lock per thread that takes pieces, held while it does
+        self._busy: list[threading.Lock] = []  # one lock for each thread, which holds it while it runs pieces
         self._failure: Exception | None = None
 
     def work(self, held: object = None) -> None:
-        """Take pieces while any are left. An error in a piece ends the task for all threads."""
+        """Run pieces until none is left. An error ends the task for all threads."""
         busy = threading.Lock()
         with busy:
             try:
@@ -104,7 +104,7 @@ class CopyTask:
                     except IndexError:
                         return
                     work(self._base)
-            except BaseException as error:  # an error of a piece, or an interrupt such as Ctrl-C between two pieces
+            except BaseException as error:  # an error in a piece, or an interrupt such as Ctrl-C
                 interrupted = StagingError([], f"the copy was interrupted ({error!r})")
                 self._failure = error if isinstance(error, Exception) else interrupted
                 self._pieces.clear()
@@ -112,15 +112,15 @@ class CopyTask:
 
     @property
     def is_begun_whole(self) -> bool:
-        """Whether all pieces have been taken."""
+        """Whether every piece has been started."""
         return not self._pieces
 
     def cancel(self) -> None:
-        """Drop the pieces that no thread has taken yet."""
+        """Drop the pieces that no thread has started."""
         self._pieces.clear()
 
     def finish(self) -> None:
-        """Take the remaining pieces, and wait until other threads have finished theirs. Raises the error of a piece."""
+        """Run the remaining pieces, and wait until other threads have finished. Raises the error of a piece."""
         try:
             self.work()
         finally:
@@ -132,14 +132,14 @@ class CopyTask:
 
 
 class Batch:
-    """Copies within host memory that are made together, any number of times."""
+    """A group of copies within host memory, which can be repeated any number of times."""
 
     def __init__(self, moves: Sequence[_Move]) -> None:
         self._moves = moves
         self._pieces: list[_Piece] = []
 
     def pieces(self, threads: int) -> list[_Piece]:
-        """Return the copies as pieces for a :class:`CopyTask`: a single one, or enough for several threads."""
+        """Return the copies as pieces for a :class:`CopyTask`: one for small copies, otherwise one for each thread."""
         if not self._pieces:
             is_much = sum(nbytes for *_, nbytes in self._moves) >= _WORTH_A_THREAD
             self._pieces = [*map(piece, filter(None, _split(self._moves, threads if is_much else 1)))]
@@ -147,7 +147,7 @@ class Batch:
 
 
 def piece(moves: Sequence[_Move]) -> _Piece:
-    """Return a function that makes ``moves`` in order on the calling thread."""
+    """Return a function that copies ``moves`` in order, on the calling thread."""
     if compiled.copy:
         table = array("Q", chain.from_iterable(moves))
         return functools.partial(compiled.copy, (ctypes.c_uint64 * len(table)).from_buffer(table), len(moves))
@@ -160,7 +160,6 @@ def _move(moves: Sequence[_Move], base: int) -> None:
 
 
 def _split(moves: Sequence[_Move], ways: int) -> list[list[_Move]]:
-    """Divide ``moves`` into ``ways`` lists of equal bytes, splitting a move at the end of a list."""
     share = -(-sum(nbytes for *_, nbytes in moves) // ways)
     shares: list[list[_Move]] = [[] for _ in range(ways)]
     done = 0

@@ -1,10 +1,10 @@
-"""``ddp``: a ``DistributedDataParallel`` module, in stagereg's ``Join`` or in torch's.
+"""``ddp``: a ``DistributedDataParallel`` module, in stagereg's ``Join`` or in torch's ``Join``.
 
-In torch's ``Join``, DDP's own forward announces the rank; in stagereg's, the joinable does. Except with torch's
-protocol, the join's membership provides the divisor and the rank whose buffers are broadcast. The hook runs the same
-collectives as torch's hook, in the same order, with three differences. Reduced gradients are written to the parameters;
-gradients accumulated without a reduction contribute to the next one; ranks without data report no parameters as used.
-This module uses internals of ``DistributedDataParallel`` in torch 2.13 (``nn/parallel/distributed.py``).
+In torch's ``Join``, DDP's own forward announces each step; in stagereg's ``Join``, the joinable does. Unless torch's
+protocol is used, the join determines the divisor of the gradients and the rank whose buffers are broadcast. The hook
+runs the same collectives as torch's hook, in the same order, with three differences. It writes reduced gradients to the
+parameters. Gradients accumulated without a reduction contribute to the next reduction. Ranks without data report no
+parameter as used. This module uses internals of ``DistributedDataParallel`` in torch 2.13.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from stagereg.stagers.guard import announce_write
 
 @register("join_hook", "ddp")
 class DdpHook(BuiltInHook["DdpJoinable"]):
-    """Shadows a DDP module, and leaves the step's reduced gradients in ``param.grad``."""
+    """Takes part in a DDP module's steps without data, and leaves the reduced gradients in ``param.grad``."""
 
     def main_hook(self) -> None:
-        """Match one forward and backward of the active ranks."""
+        """Run the collectives of one forward and one backward of the active ranks."""
         joinable, ddp = self.joinable, self.joinable.module
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
@@ -51,9 +51,9 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
             ddp.reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy parameters and buffers from the last rank to join, as torch does."""
+        """Copy parameters and buffers from the last rank that left the loop, as torch does."""
         session, ddp = self.joinable.session, self.joinable.module
-        self.joinable.end_steps()  # torch's ``Join`` may be entered again, so keep watching
+        self.joinable.end_steps()  # does not stop watching: torch's ``Join`` may be entered again
         if session is not None and session.all_took_every_step and not ddp.modules_buffers:
             return  # the model is equal on all ranks
         announce_write()  # a stager may still be copying these parameters
@@ -89,7 +89,7 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
                 param.grad.copy_(reduced[param])
 
     def _share(self, active: int) -> float:
-        """Return the factor of this rank's accumulated gradients in the reduction; 0 to exclude them."""
+        """Return the factor by which this rank's accumulated gradients enter the reduction; 0 to exclude them."""
         carries = self.joinable.policy.carries
         if not carries and not self.joinable.is_unfinished:
             return 0.0
@@ -98,14 +98,14 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
             return 1.0  # communication hooks divide the gradients themselves
         if self.joinable.divides_by_world:
             return 1.0 / dist.get_world_size(ddp.process_group)
-        # Gradients carried by all ranks are fully included in the mean over the active ranks.
+        # If every rank carries gradients over, the mean over the active ranks already contains them.
         return 0.0 if carries else 1.0 / active
 
     def _unused_everywhere(self) -> set[torch.Tensor]:
-        """Match DDP's exchange of used parameters, if there is one; return the parameters that no rank used."""
+        """Take part in DDP's exchange of used parameters, if it runs one. Return the parameters that no rank used."""
         ddp = self.joinable.module
         used = ddp.reducer._get_local_used_map()
-        if not ddp.static_graph:  # static graphs exchange this only once, in the first step
+        if not ddp.static_graph:  # a static graph runs this exchange only once, in its first step
             if not ddp.find_unused_parameters:
                 return set()
             used = torch.zeros_like(used)
@@ -122,12 +122,12 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
 class DdpJoinable(ReducingJoinable):
     """Joins a DDP module. ``Join`` wraps a bare DDP module in this class automatically; torch's ``Join`` does not.
 
-    Joined ranks end every step with the step's reduced gradients in ``param.grad``, so an optimizer after this joinable
-    in the list keeps parameters and optimizer state equal on all ranks.
+    After each step, ``param.grad`` has the reduced gradients also on ranks that left the loop. So an optimizer after
+    this joinable in the list keeps parameters and optimizer state equal on all ranks.
 
     Args:
         module: the DDP module, or the result of ``torch.compile`` on it.
-        hook: a hook to use instead of ``ddp``.
+        hook: a hook to use instead of :class:`DdpHook`.
 
     Keyword arguments of ``Join`` that this joinable uses:
         divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
@@ -135,7 +135,7 @@ class DdpJoinable(ReducingJoinable):
     """
 
     own_hook = DdpHook
-    # DDP's forward reads the first attribute; the others are methods of its class.
+    # DDP's forward reads the first attribute. The other two replace methods of DDP.
     replaced = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
     module: DistributedDataParallel
     _params: Sequence[torch.Tensor] = ()
@@ -148,7 +148,10 @@ class DdpJoinable(ReducingJoinable):
         self.module = module
 
     def watch(self) -> None:
-        """Watch the module: its forward announces through the join. Raises: ``JoinError`` for sparse gradients."""
+        """Start to watch the module. Its forward then announces steps through the join.
+
+        Raises: ``JoinError`` if the module has sparse gradients.
+        """
         ddp = self.module
         layers = (each for each in ddp.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
         if any(layer.sparse for layer in layers):
@@ -157,7 +160,7 @@ class DdpJoinable(ReducingJoinable):
                 f"Build its Embedding layers with sparse=False, or set {option('join.enable', False)} if all "
                 "inputs are even."
             )
-        # The smallest gradient is the cheapest to check, unless parameters may be unused in a step.
+        # Watch only the smallest gradient, which is the cheapest to check, unless parameters may be unused in a step.
         self._params = list(ddp.parameters())
         params = sorted((param for param in self._params if param.requires_grad), key=torch.numel)
         self.watched = self.seen_at = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
@@ -173,7 +176,7 @@ class DdpJoinable(ReducingJoinable):
             self.leave_out_of_copies(self.module.module)
 
     def end_steps(self) -> None:
-        """Clear the divisor of the last step, because no step follows."""
+        """Clear the divisor that the last step set, because no step follows."""
         self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
@@ -198,7 +201,6 @@ class DdpJoinable(ReducingJoinable):
         return self._params
 
     def _on_second_backward(self) -> None:
-        """Refuse to add gradients of this rank alone to reduced gradients."""
         if self.session is not None and self.policy.step_begins and self.will_reduce:
             raise JoinError(
                 f"a second backward ran through a forward of {type(self.module.module).__name__}. DDP reduces the "
@@ -207,7 +209,7 @@ class DdpJoinable(ReducingJoinable):
             )
 
     def _on_other_backward(self) -> None:
-        """Refuse ``torch.autograd.grad`` before the first backward of a static graph."""
+        """Raise ``JoinError`` if ``torch.autograd.grad`` runs before the first backward of a static graph."""
         ddp = self.module
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
@@ -217,7 +219,7 @@ class DdpJoinable(ReducingJoinable):
             )
 
     def on_step(self) -> None:
-        """Announce the step, except in torch's ``Join``, where DDP's own forward announces."""
+        """Announce the step. In torch's ``Join``, do nothing: DDP's own forward announces it."""
         training = torch.is_grad_enabled() and self.trains
         self.reduces = training and self.will_reduce
         if self.session is None:
@@ -231,19 +233,19 @@ class DdpJoinable(ReducingJoinable):
             and self._join_config.throw_on_early_termination
             and self._rebuilds_buckets(self.begun)
         ):
-            # DDP's forward begins with a collective in which ranks without data do not take part.
+            # DDP's forward would begin with a collective that ranks without data do not run: raise before it.
             membership.raise_if_exhausted()
         if membership is None or ddp.will_sync_module_buffers():
             self.expect_forward()
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Enable the announcement in DDP's forward only for steps of torch's protocol."""
-        before = self.begun - (is_step and self.trains)  # DDP rebuilds even if the module is frozen
+        """Let DDP's own forward announce a step only with torch's protocol, and only if this forward begins a step."""
+        before = self.begun - (is_step and self.trains)  # a step of a frozen module counts too: DDP rebuilds
         if torch.is_grad_enabled() and self._rebuilds_buckets(before):
             self.expect_forward()
-        settings = vars(self.module)  # setting attributes of a module is slow
+        settings = vars(self.module)  # faster than setting attributes of a module
         config = settings["_join_config"]
-        # Only a step sets whether the next step shares buffers (whether it reduces); other forwards must not.
+        # DDP's forward sets whether the next step broadcasts buffers. Undo this after forwards that begin no step.
         sets_next = is_step and torch.is_grad_enabled()
         kept = ("_join_config",) if sets_next else ("_join_config", "require_forward_param_sync")
         self._forward_settings = {name: settings[name] for name in kept}
@@ -256,7 +258,7 @@ class DdpJoinable(ReducingJoinable):
         vars(self.module).update(self._forward_settings)
 
     def _inner_forward_done(self, *_: Any) -> None:
-        # The all-reduce has had the whole forward to complete, and DDP has not prepared its reduction yet.
+        # At this point the count of active ranks has probably arrived, and DDP has not prepared its reduction yet.
         membership = self.membership if self.in_step else None
         if membership is None:
             return
@@ -268,10 +270,10 @@ class DdpJoinable(ReducingJoinable):
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
-        """Replace DDP's method: announce to joined ranks whether this step reduces, with torch's protocol.
+        """Replace DDP's method: announce, with torch's protocol, whether this step reduces gradients.
 
-        If gradients are divided by the number of active ranks, the sum is also the divisor: the number of reducing
-        ranks.
+        If gradients are divided by the number of active ranks, the result, the number of reducing ranks, is the
+        divisor.
         """
         if self.membership is None:
             work = self.announce_reduction(self.will_reduce)
@@ -279,9 +281,9 @@ class DdpJoinable(ReducingJoinable):
                 self.module.reducer._set_forward_pass_work_handle(work, False)
 
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
-        """Replace DDP's method: return the rank whose buffers, or finally whose model, all ranks copy.
+        """Replace DDP's method: return the rank whose buffers (after the loop: whose model) all ranks copy.
 
-        This is the lowest rank with data, so rank 0 while it has data, like in checkpoints and in training without a
+        This is the lowest rank with data, so rank 0 while it has data, as in checkpoints and in training without a
         join. With torch's protocol it is the highest rank, as in torch.
         """
         membership = self.membership
@@ -289,7 +291,7 @@ class DdpJoinable(ReducingJoinable):
             return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
         if not membership.over:
             return membership.read().ranks[0]
-        if self.session is not None and self.session.all_took_every_step:  # all ranks are candidates
+        if self.session is not None and self.session.all_took_every_step:  # no rank left early
             return 0
         size = self.module.process_group.size()
         lowest = torch.tensor([rank if is_candidate else size], dtype=torch.int64, device=self.module.device)
@@ -297,18 +299,17 @@ class DdpJoinable(ReducingJoinable):
         return int(lowest.item())
 
     def _rebuilds_buckets(self, begun: int) -> bool:
-        """Return whether DDP rebuilds its buckets in this forward: once, on all ranks together.
+        """Return whether DDP rebuilds its buckets in this forward. All ranks rebuild once, in the same forward.
 
-        ``begun``: the number of previous steps of this module in this join.
+        ``begun``: the number of earlier steps of this module in this join.
         """
         ddp = self.module
         if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
-            return False  # has rebuilt, or never will
+            return False  # DDP has rebuilt them already, or never does
         return begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
 
 def _done_work(value: float) -> Any:
-    """Return a completed work with a value, which DDP uses as the divisor of the current step."""
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result([torch.full((1,), value, dtype=torch.float32, device="cpu")])
     return _create_work_from_future(done)

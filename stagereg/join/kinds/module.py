@@ -1,7 +1,7 @@
-"""``module``: a module whose ranks run its collectives directly: FSDP1, tensor parallelism, or custom layers.
+"""``module``: a module whose collectives only the loop body can run: FSDP1, tensor parallelism, or custom layers.
 
-Its collectives cannot be shadowed, so such a module supports ``join.iterate`` only. ``Join`` wraps
-``FullyShardedDataParallel`` modules, and modules with ``DTensor`` parameters, in this joinable automatically.
+A rank outside the loop cannot take part in these collectives, so such a module supports only ``join.iterate``. ``Join``
+wraps ``FullyShardedDataParallel`` modules, and modules with ``DTensor`` parameters, in this joinable automatically.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stagereg.registry import register
 
 @register("join_hook", "module")
 class ModuleHook(BuiltInHook["ModuleJoinable"]):
-    """Refuses to shadow."""
+    """Raises in steps that this rank would have to take part in without running the loop body."""
 
     def main_hook(self) -> None:
         """Raise ``JoinError``: this rank has left a loop that other ranks continue."""
@@ -40,9 +40,10 @@ class ModuleJoinable(TrackedJoinable):
 
     Args:
         module: the module that the loop body calls.
-        process_group: the ranks that train it together; ``None``: the group of an FSDP1 module, or the default group.
-        device: the device of the group's collectives.
-        hook: a hook to use instead of ``module``, which can take part in the steps of continuing ranks.
+        process_group: the ranks that train the module together. ``None``: the group of an FSDP1 module, or the default
+            group.
+        device: the device of the process group's collectives.
+        hook: a hook to use instead of :class:`ModuleHook`, if it can take part in the steps of continuing ranks.
     """
 
     own_hook = ModuleHook
@@ -65,7 +66,7 @@ class ModuleJoinable(TrackedJoinable):
         self.gathers = is_sharded or any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook. Raises: ``JoinError`` if gradients should not be divided by the world size."""
+        """Return the hook. Raises: ``JoinError`` if gradients should be divided by the number of active ranks."""
         several = dist.get_world_size(self.join_process_group) > 1
         if not kwargs.get("divide_by_initial_world_size", True) and several:
             raise JoinError(

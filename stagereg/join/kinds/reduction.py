@@ -1,12 +1,12 @@
 """The base of ``ddp`` and ``fsdp2``: a module whose gradients the ranks reduce.
 
-Between two steps, a training loop zeroes the gradients, sets them to None, or carries them over; a rank without data
-must do the same. It follows what it observed while it had data: each rank inspects one gradient as a backward begins. A
-rank that had data for fewer than two steps queries a rank that observed more, through the rendezvous store.
+Between two steps, a training loop zeroes the gradients, sets them to None, or carries them over. A rank without data
+must do the same, so each rank inspects one gradient at the beginning of each backward while it has data. A rank that
+had data for fewer than two steps reads the policy from another rank, through the rendezvous store.
 
-Once a loop has carried gradients over, a rank without data retains its own: the functions in the list zero its
-gradients as they zero those of other ranks. In each step, ranks with data then publish whether they carried gradients;
-a rank without data that did otherwise raises, before any optimizer steps.
+After a loop has carried gradients over, a rank without data retains its gradients: the listed functions zero them, as
+they do on other ranks. In each step, ranks with data then publish whether they carried gradients. A rank without data
+that did otherwise raises, before any optimizer steps.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ReducingJoinable(TrackedJoinable):
 
     reduces_gradients = True
     reduced = False
-    watched: Sequence[torch.Tensor] = ()  # the first of these with a gradient shows how the loop treats gradients
-    reduces: bool | None = None  # between a step's forward and its backward: whether the backward will reduce
-    is_unfinished = False  # whether the last backward did not reduce, so that gradients await the next reduction
+    watched: Sequence[torch.Tensor] = ()  # parameters; the first one that has a gradient is inspected
+    reduces: bool | None = None  # between forward and backward: whether the backward will reduce gradients
+    is_unfinished = False  # whether the last backward left its gradients for a later reduction
     has_met = False  # whether the forward of the current step has run collectives
-    was_shadowed = False  # whether the hook ran the last step here, so that the loop has not seen its gradients
+    was_shadowed = False  # whether this rank took part in the last step without data
     module: Any
 
     def watch(self) -> None:
@@ -66,23 +66,23 @@ class ReducingJoinable(TrackedJoinable):
 
     @property
     def policy(self) -> ZeroGradPolicy:
-        """The known gradient policy of the loop, in this join and in previous joins of the module."""
+        """How the loop treats gradients, as observed in this join and in earlier joins of the module."""
         if (found := _policies.get(self.module)) is None:
             found = _policies[self.module] = ZeroGradPolicy(self.join_process_group)
         return found
 
     def expect_forward(self) -> None:
-        """Check a forward with collectives. Raises: ``JoinError`` if ranks without data run another collective."""
+        """Check that ranks without data run this forward's collectives next. Raises: ``JoinError`` if they do not."""
         self.has_met = True
         if self.session is not None and (order := self.session.order) is not None:
             order.check(self)
 
     def on_backward(self) -> None:
-        """Handle a backward that is about to add to the gradients: inspect the gradients that the loop left."""
+        """Inspect the gradients that the loop has left. Called when a backward is about to add to the gradients."""
         if self.reduces is None:
             return
         if self.gathers and not self.reduces and self.membership is not None:
-            self.membership.read()  # raises if another rank reduces; the forward has synchronized the ranks
+            self.membership.read()  # raises if another rank reduces; the forward has already synchronized the ranks
         if self.session is not None and (order := self.session.order) is not None:
             order.backward_begins(self, self.reduces, self.gathers)
         policy = self.policy
@@ -96,9 +96,9 @@ class ReducingJoinable(TrackedJoinable):
         self.has_met = False
 
     def announce_reduction(self, reduces: bool) -> dist.Work:
-        """Announce with torch's protocol whether this step reduces gradients. The sum counts the ranks that do.
+        """Announce whether this step reduces gradients, with torch's protocol. The result counts the ranks that reduce.
 
-        A rank that does not reduce gradients waits for the sum.
+        A rank that does not reduce gradients waits for the result.
 
         Raises:
             JoinError: another rank reduces gradients in this step, and this rank does not.
@@ -114,19 +114,19 @@ class ReducingJoinable(TrackedJoinable):
         return work
 
     def shadow(self) -> None:
-        """Prepare to shadow a step of the active ranks."""
+        """Prepare to take part, without data, in a step of the active ranks."""
         self.policy.set_active(False)
         self.was_shadowed = True
 
     def ask(self) -> None:
-        """Determine the gradients with which a shadowed step that will be reduced begins on this rank."""
+        """Determine the gradients with which this rank begins a step without data, if the step reduces gradients."""
         self.policy.ask(self.session, None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
-        """Record that a shadowed step has been reduced, with the gradients that this rank had accumulated.
+        """Record that a step without data was reduced, with the gradients that this rank had accumulated.
 
         Raises:
-            JoinError: the active ranks began the step with other gradients.
+            JoinError: the active ranks began the step with different gradients.
         """
         self.policy.confirm(is_whole=not self.is_unfinished)
         self.policy.step_begins, self.is_unfinished = True, False
@@ -141,15 +141,15 @@ class ReducingJoinable(TrackedJoinable):
             self._steps[optimizer] += 1
 
     def optimizer_steps(self) -> list[int]:
-        """Return this module's optimizer step counts in this join; all ranks should return the same counts.
+        """Return how often each optimizer of this module has stepped in this join. Must be equal on all ranks.
 
-        Excludes SGD without momentum on a DDP module, because it has no state, and parameters are synchronized after
-        the loop.
+        Excludes SGD without momentum on a DDP module: it has no state, and the parameters are synchronized after the
+        loop.
         """
         needed = [
             each for each, steps in self._steps.items() if steps > 0 and (self.gathers or not _is_plain_sgd(each))
         ]
-        inner = {id(getattr(each, "optim", None)) for each in needed}  # in ZeRO; ranks without a shard lack them
+        inner = {id(getattr(each, "optim", None)) for each in needed}  # ZeRO's inner optimizers: not on all ranks
         return sorted(self._steps[each] for each in needed if id(each) not in inner)
 
     def _gradient(self) -> torch.Tensor | None:
@@ -158,7 +158,7 @@ class ReducingJoinable(TrackedJoinable):
 
 
 Habit = Literal["drops", "zeroes", "carries"]
-"""The treatment of gradients between two steps of a loop."""
+"""What a loop does with gradients between two steps: sets them to None, zeroes them, or carries them over."""
 
 _ADVICE = "Accumulate under no_sync() (FSDP2: set_requires_gradient_sync(False)), or loop over join.iterate(loader)."
 _OTHERWISE = (
@@ -169,16 +169,16 @@ _OTHERWISE = (
 
 
 class ZeroGradPolicy:
-    """The known gradient policy of one module's loop. All ranks construct their instances in the same order."""
+    """What one module's loop does with gradients between steps. All ranks construct instances in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.joins = 0  # number of joins entered
-        self.steps = 0  # steps reduced in this join, including shadowed steps
-        self.step_begins = True  # the next backward begins a step, because the last one was reduced
-        self.inputs: list[Any] | None = None  # empty inputs of each forward in the last step, for running the module
-        self.habit: Habit = "drops"  # as far as it is known
-        self._last: list[list[int]] = []  # the last two steps: join, step, whether it began with gradients
-        self._carried = False  # whether the shadowed step began with gradients on this rank
+        self.steps = 0  # reduced steps in this join, including steps without data
+        self.step_begins = True  # whether the next backward begins a step: the last backward was reduced
+        self.inputs: list[Any] | None = None  # empty inputs of each forward in the last step, for forwards without data
+        self.habit: Habit = "drops"  # the observed habit
+        self._last: list[list[int]] = []  # for the last two steps: join, step, whether it began with gradients
+        self._carried = False  # whether the current step without data began with gradients on this rank
         self._in_doubt = True
         self._active = False
         self.store = PrefixStore(resources_of(group).next_name("carry"), group.get_group_store())
@@ -189,14 +189,14 @@ class ZeroGradPolicy:
         return self.habit == "carries"
 
     def forget(self, param: torch.Tensor) -> None:
-        """Treat a gradient of the previous step as the loop treats gradients of ranks with data."""
+        """Treat a gradient of the previous step as ranks with data do: set it to None, zero it, or keep it."""
         if self.habit == "drops":
             param.grad = None
         elif self.habit == "zeroes" and param.grad is not None:
             param.grad.zero_()
 
     def observe(self, gradient: torch.Tensor | None) -> None:
-        """Record a gradient before a step's backward. The first step does not reveal the loop's policy."""
+        """Record the gradient that exists before the backward of a step. The first step does not show the habit."""
         carried = _is_nonzero(gradient)
         if carried and self.steps:
             self.habit = "carries"
@@ -210,17 +210,17 @@ class ZeroGradPolicy:
             self.store.set("policy", self.habit)
 
     def set_active(self, active: bool) -> None:
-        """Publish whether this rank has data and will publish its policy; no effect once the policy is known."""
+        """Publish whether this rank has data and can observe the habit. Does nothing if the habit is known."""
         if self._in_doubt and active != self._active:
             self._active = active
             self.store.add("active", 1 if active else -1)
 
     def ask(self, session: JoinSession | None, gradient: torch.Tensor | None) -> None:
-        """Determine the policy on a rank without data, in a step in which a rank with data publishes its policy.
+        """Determine the habit on a rank without data, in a step in which a rank with data can publish it.
 
-        The step begins with ``gradient`` on this rank, unless the loop never carries gradients.
+        ``gradient``: the gradient that this rank has at the beginning of the step.
         """
-        if self._in_doubt and self.steps:  # in the first step no rank has observed the policy
+        if self._in_doubt and self.steps:  # after the first step no rank has observed the habit
             self._in_doubt = False
             if self.store.check(["policy"]) or self.store.add("active", 0):
                 self.wait("policy", session, "the backward")
@@ -228,9 +228,10 @@ class ZeroGradPolicy:
         self._carried = self.carries and _is_nonzero(gradient)
 
     def confirm(self, is_whole: bool) -> None:
-        """Check a reduced step on a rank without data, after ranks with data published how they began the step.
+        """Check a reduced step on a rank without data. Ranks with data have published how they began the step.
 
-        Raises: ``JoinError`` if this rank began the step differently, unless it had accumulated under ``no_sync``.
+        Raises: ``JoinError`` if this rank began the step differently. Skipped if it had accumulated under ``no_sync``
+        (``is_whole=False``).
         """
         if not self.store.check(["carried"]):
             return
@@ -241,13 +242,13 @@ class ZeroGradPolicy:
         self.habit = habit
 
     def wait(self, key: str, session: JoinSession | None, what: str) -> None:
-        """Wait until a rank has published ``key``. Without a session, in torch's ``Join``, reading the key waits."""
+        """Wait until a rank has published ``key``. In torch's ``Join`` there is no session: reading the key waits."""
         if session is not None:
             session.peers.detector.wait(lambda seconds: wait_for_keys(self.store, [key], seconds), what)
 
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()
-"""Global, because two joins share only the module, which must not get attributes of stagereg."""
+"""Global, because joins share only the module, and stagereg must not add attributes to the module."""
 
 
 def _is_plain_sgd(optimizer: Optimizer) -> bool:

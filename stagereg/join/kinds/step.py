@@ -1,7 +1,7 @@
 """``step``: the local work of a training step, such as an optimizer, LR schedule, weight average or counter.
 
-Work without collectives must also run on ranks without data, otherwise replicas diverge. Listing one function for all
-work after ``backward()`` is safest, because ranks with and without data then run the same lines.
+Work without collectives must also run on ranks without data, otherwise replicas diverge. The safest way is to list one
+function for all work after ``backward()``, because then ranks with and without data run the same lines.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ class StepHook(BuiltInHook["StepJoinable"]):
 
 @register("joinable", "step")
 class StepJoinable(BuiltInJoinable):
-    """Makes joined ranks call a function once per step of the active ranks. Cannot be the first joinable.
+    """Makes ranks that left the loop call a function once per step of the active ranks. Cannot be the first joinable.
 
     ``Join`` wraps optimizers, schedulers and functions in this class automatically.
 
     Args:
         step: the function, or an optimizer or scheduler whose ``step`` is called. The function may run collectives if
             the active ranks run the same ones.
-        after: the joinable of the model whose gradients the function needs; steps without a reduction (``no_sync``) are
-            skipped. ``None``: the nearest such joinable before it in the list of stagereg's ``Join``.
-        hook: a hook to use instead of ``step``.
+        after: the joinable of the model whose gradients the function uses. The function is not called in steps that do
+            not reduce these gradients (``no_sync``). ``None``: the nearest such joinable before this joinable in the
+            list.
+        hook: a hook to use instead of :class:`StepHook`.
     """
 
     has_no_collectives = True
@@ -57,12 +58,12 @@ class StepJoinable(BuiltInJoinable):
 
 
 def _refuse_arguments(step: Callable[..., object]) -> None:
-    """Refuse a function that needs arguments, which joined ranks do not have, before any rank waits for them."""
+    """Raise ``JoinError`` for a function that needs arguments, because ranks that left the loop have none to pass."""
     if not callable(step):
         raise JoinError(f"the step joinable needs a function, an optimizer or a scheduler, not a {type(step).__name__}")
     try:
         parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # functions written in C have no signature; calling them shows errors
+    except (TypeError, ValueError):  # some C functions have no signature; an invalid call raises later
         return
     # A scheduler wraps its optimizer's step in a function that still has the unbound method's ``self``.
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
