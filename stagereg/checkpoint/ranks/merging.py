@@ -1,10 +1,10 @@
-"""Merges the values that ranks have for one entry: parts from pipeline stages, and values that differ between ranks.
+"""Merges the values of all ranks for one state entry: parts from pipeline stages, and values that differ between ranks.
 
-Each rank sends digests of its structures (:mod:`.encoding`); rank 0 requests one structure for each digest, except for
-structures that it has from the previous save. Mappings are merged key by key.
-A plain value that differs between ranks, such as a loss, is saved per rank (``per_rank``). In an optimizer this applies
-only to floating-point numbers in its state, such as the last loss of LBFGS. Other differences (tensors, counters,
-options of groups) mean that the ranks train different models, and raise an error.
+Each rank encodes its value as a JSON structure (:mod:`.encoding`), and sends the digest. Rank 0 requests one structure
+for each digest, unless it has this structure from the previous save. Mappings are merged key by key. A plain value that
+differs between ranks, such as a loss, is saved per rank. In an optimizer state, only floating-point numbers may differ,
+such as the last loss of LBFGS. Other differences (tensors, counters, options of parameter groups) mean that the ranks
+train different models, and raise an error.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from stagereg.checkpoint.state.optimizer_forms import groups_of
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
-"""The structures of ranks, by the name of the entry and the digest."""
+"""Encoded structures, by the name of the entry and the digest of the structure."""
 
 
-Asked: TypeAlias = list[str]  # the entries whose structure rank 0 requests from a rank
+Asked: TypeAlias = list[str]  # the entries whose structures rank 0 requests from one rank
 Sent: TypeAlias = dict[str, Encoded]  # the requested structures
 _Differing: TypeAlias = list[tuple[str, bool]]
-"""The paths of values that differ, each with whether they are floating-point numbers."""
+"""The paths of values that differ between ranks, and whether all differing values are floating-point numbers."""
 
 
 T = TypeVar("T", bound=Hashable)
 
 
 def digest(what: object) -> bytes:
-    """Return a digest of the text (``repr``) of an object."""
+    """Return a digest of ``repr(what)``."""
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
 def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tuple[T, bytes], list[int]]:
-    """Return, for each name and digest, the ranks that have this value, in the given order."""
+    """Map each pair of name and digest to the ranks that have this pair, in the given order."""
     found: dict[tuple[T, bytes], list[int]] = {}
     for rank in order:
         for entry in digests[rank].items():
@@ -50,8 +50,8 @@ class RankEntries:
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.structures = {name: encode(value, name) for name, value in entries.items()}
-        self.objects = {name for each in self.structures.values() for name in each.objects}  # not in JSON
-        # The digest of the names of these objects and of the parameter groups of optimizers.
+        self.objects = {name for each in self.structures.values() for name in each.objects}  # not in the JSON
+        # Changes if the names of these objects or the parameter groups of optimizers change.
         self.kinds = digest(([each.objects for each in self.structures.values()], groups_of(entries)))
 
     def digests(self) -> dict[str, bytes]:
@@ -62,14 +62,14 @@ class RankEntries:
 
 
 class EntryMerger:
-    """Merges the values of all ranks in one save. On rank 0.
+    """Merges the encoded values of all ranks in one save. Used on rank 0.
 
     Args:
-        digests: the first message of each rank.
-        order: the ranks by descending precedence.
-        stale: the ranks that have left their loop.
+        digests: the digests of each rank, by entry.
+        order: the ranks by descending precedence. A replicated structure is requested from the first rank that has it.
+        stale: the ranks that have left their training loop, so their values are outdated.
         before: the structures of the previous save.
-        numbers: the number of each rank in the checkpoint; the rank itself by default.
+        numbers: the number of each rank in the checkpoint. Default: the rank itself.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EntryMerger:
         self._alike = alike(digests, order)
 
     def ask_ranks(self) -> list[Asked]:
-        """Return the entries to request from each rank; replicated structures are requested from the first rank."""
+        """Return, for each rank, the entries whose structures rank 0 must request from this rank."""
         asked: list[Asked] = [[] for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:
@@ -94,10 +94,9 @@ class EntryMerger:
         return asked
 
     def put_together(self, sent: Sequence[Sent]) -> dict[str, Encoded]:
-        """Return the merged structure of each entry.
+        """Return the merged structure of each entry; ``sent``: the structures that each rank has sent.
 
-        Raises:
-            CheckpointError: the errors of :func:`merge`; or a structure does not match its digest.
+        Raises: ``CheckpointError`` if a structure does not match its digest, or :func:`merge` fails.
         """
         parts: dict[str, list[tuple[Encoded, list[int]]]] = {}
         for (name, own), ranks in self._alike.items():
@@ -116,19 +115,18 @@ class EntryMerger:
 
 
 def groups_in(state: Mapping[str, Encoded]) -> dict[str, dict[str, list[str]]]:
-    """Return the parameter groups of each optimizer in a state, by the name of each group's first parameter."""
+    """Return, for each optimizer, the parameters of each group, by the name of the first parameter in the group."""
     trees = {name: json.loads(encoded.text) for name, encoded in state.items()}
     groups = {name: _groups(tree) for name, tree in trees.items() if _is_optimizer(tree)}
     return {name: {first: group["value"]["params"] for first, group in each.items()} for name, each in groups.items()}
 
 
 def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
-    """Merge the structures of the entry ``name``; each comes with its ranks.
+    """Merge the structures of the entry ``name``. Each part is a structure and the list of the ranks that have it.
 
-    An empty list of ranks marks a structure of ranks that have left their loop: it adds values, but replaces none.
-
-    Raises:
-        CheckpointError: ranks have different kinds of values at one place, or different states of one optimizer.
+    The list is empty for ranks that have left their training loop. Their structure adds missing values, but does not
+    replace any value. Raises: ``CheckpointError`` if ranks have different types of values under one name, or different
+    states of one optimizer.
     """
     if len(parts) == 1:
         return parts[0][0]
@@ -189,7 +187,7 @@ def _is_real(tree: Any) -> bool:
 
 
 def _items(tree: Any) -> dict[str, tuple[Any, Any]] | None:
-    """Return the keys and items of a mapping, by the text of the key; ``None`` if the value is not a mapping."""
+    """Return the (key, item) pairs of a mapping by the JSON text of the key, or ``None`` if it is not a mapping."""
     if type(tree) is not dict or not tree or tree["type"] == PER_RANK:
         return None
     value = tree["value"]
@@ -217,7 +215,7 @@ def _is_optimizer(tree: Any) -> bool:
 
 def _groups(tree: Any, section: str = "param_groups") -> dict[str, Any]:
     groups = tree["value"].get(section)
-    items = groups.get("value") if type(groups) is dict else None  # a leaf has no items
+    items = groups.get("value") if type(groups) is dict else None
     is_by_name = type(items) is dict and all(
         type(group) is dict and type(group.get("value")) is dict and type(group["value"].get("params")) is list
         for group in items.values()
@@ -226,14 +224,14 @@ def _groups(tree: Any, section: str = "param_groups") -> dict[str, Any]:
 
 
 def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
-    """Merge the parameters of groups that both ranks have; each rank may have its own, such as experts."""
+    """Merge the parameter lists of groups that both ranks have. A rank may lack parameters, for example experts."""
     for first in ones.keys() & others.keys():
         one, other = ones[first]["value"], others[first]["value"]
         one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
 
 
 def _may_differ(path: str, is_real: bool) -> bool:
-    """Return whether a value of an optimizer may differ between ranks: tensor metadata, and floats except counters."""
+    """Return whether an optimizer's value may differ between ranks: tensor metadata, or floats except step counters."""
     section, _, rest = path.partition(".")
     if section == "tensors" or not is_real:
         return section == "tensors"

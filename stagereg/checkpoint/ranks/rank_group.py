@@ -1,15 +1,15 @@
-"""The ranks that save and restore together, and the exchanges between them.
+"""The ranks that save and restore together, and the messages that they exchange.
 
-After each action that can fail on a single rank, the ranks exchange the result. So all ranks raise the error together,
-with the failed rank and the reason, and no rank waits for a rank that has raised. The exchanges use their own gloo
-group, separate from the collectives of training, and only one thread at a time uses the group.
+After each action that can fail on a single rank, the ranks exchange the results. If the action failed on one rank, all
+ranks raise an error that names the rank and the reason, and no rank waits for the failed rank. The exchanges use a
+separate gloo group, not the group of training. Only one thread at a time uses the gloo group.
 
-Gloo aborts a group permanently if one operation takes too long. So the group has a timeout of 30 days, and an exchange
-has its own limit or none. If the storage of a rank hangs, the others wait, and all continue together when it returns.
+Gloo aborts a group permanently if an operation times out. Therefore the group has a timeout of 30 days, and each
+exchange has its own limit, or none. If the storage of one rank hangs, the other ranks wait until it responds.
 
 When a rank dies, its connections close. The first rank that detects this records the failed ranks in the rendezvous
-store, and closes its own connections, so that all ranks raise the same error. A rank that waits long records that in
-the store, so that the missing ranks are known after the timeout.
+store, and closes its own connections, so that all ranks raise the same error. A rank that waits for more than a second
+records this in the store. After a timeout, the ranks without such a record are the missing ranks.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _PATIENCE = datetime.timedelta(days=30)  # longer than any wait for storage
-_USUAL = datetime.timedelta(minutes=30)  # the timeout of torch's own groups
+_USUAL = datetime.timedelta(minutes=30)  # default timeout of gloo groups in torch
 _LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
 _TOGETHER_S = 120.0  # seconds within which all ranks must construct their groups
-_TURN_S = 1.0  # seconds until a rank records in the store that it waits
-_ANSWER_S = 2.0  # timeout of a call to the store, in seconds
-_TAG = 0x90E5  # tag of a message that is never received
-_HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # sizes of a message's beginning and of its length, sent first
-_SHOWN = 4  # maximum number of ranks' errors in a message
+_TURN_S = 1.0  # seconds until a waiting rank records in the rendezvous store that it waits
+_ANSWER_S = 2.0  # timeout of a call to the rendezvous store, in seconds
+_TAG = 0x90E5  # tag of a test message that no rank receives
+_HEAD_BYTES, _LENGTH_BYTES = 1016, 8  # a message begins with its length (8 bytes) and its first 1016 bytes
+_SHOWN = 4  # maximum number of errors that a message lists
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return the cause for a new error: ``error``, or the cause of ``error`` if the new error repeats its text."""
+    """Return the ``__cause__`` for a new error: ``error``, or its own cause if the new error repeats its message."""
     return error.__cause__ if isinstance(error, CheckpointError) else error
 
 
 def _listed(errors: Mapping[int, BaseException]) -> str:
-    """List the errors of the ranks; ranks with equal errors are listed together."""
+    """Return a message that lists the errors of the ranks. Ranks with the same error are listed together."""
     alike: dict[str, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault(reason(error), []).append(rank)
@@ -69,7 +69,7 @@ def _listed(errors: Mapping[int, BaseException]) -> str:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return ``error`` if another process can unpickle it, otherwise a ``RuntimeError`` with its text."""
+    """Return ``error`` if it can be pickled and unpickled, otherwise a ``RuntimeError`` with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -78,7 +78,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
-    """Run ``act``; return the message for rank 0, and the error, which is not raised because other ranks wait."""
+    """Call ``act``; return the message for rank 0 and the exception, if any (not raised yet: other ranks wait)."""
     try:
         return pickle.dumps((act(), None)), None
     except BaseException as error:
@@ -88,7 +88,7 @@ def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
 def _answer(
     posts: Sequence[bytes], answer: Callable[[list[T]], Sequence[U]]
 ) -> tuple[list[bytes], BaseException | None]:
-    """Return the messages of rank 0 to each rank, and the error of ``answer``, if any."""
+    """Return the message from rank 0 to each rank, and the exception that ``answer`` has raised, if any."""
     failure: BaseException | None = None
     try:
         values, found = zip(*map(pickle.loads, posts), strict=True)
@@ -108,13 +108,13 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _head(data: bytes = b"") -> torch.Tensor:
-    """Return the length and the beginning of a message; most messages fit into it."""
+    """Return the fixed-size first part of a message: the length and the first bytes. Short messages fit completely."""
     head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_HEAD_BYTES]
     return _as_tensor(head.ljust(_LENGTH_BYTES + _HEAD_BYTES))
 
 
 def _read_head(head: torch.Tensor) -> tuple[bytes, int]:
-    """Return the beginning of a message, and the length of the message."""
+    """Return the first bytes of a message, and the length of the whole message, from its fixed-size first part."""
     data = bytes(view_of(head))
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     return data[_LENGTH_BYTES:][:length], length
@@ -123,21 +123,20 @@ def _read_head(head: torch.Tensor) -> tuple[bytes, int]:
 class RankGroup:
     """The ranks that save together; a single process if ``torch.distributed`` is not initialised.
 
-    Constructing is collective: all ranks construct their groups in the same order. ``timeout`` is the limit of
-    exchanges
-    without their own limit, and is at least half an hour.
+    The constructor is collective: all ranks construct their groups in the same order. ``timeout`` limits each exchange
+    that has no limit of its own. Values below half an hour are raised to half an hour.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # limit of exchanges without their own
+        self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # limit of exchanges without their own limit
         self.rank, self.size = 0, 1
         self.numbers: Sequence[int] = range(1)  # the number of each rank in the checkpoint
-        self._named: Sequence[int] = ()  # the global rank of each of these ranks, for messages
+        self._named: Sequence[int] = ()  # global ranks of the group's ranks, for messages
         self._store: Any = None
-        self._why = ""  # why the ranks cannot continue
+        self._why = ""  # error message after a rank failure
         if not (dist.is_available() and dist.is_initialized()):
             return
         if dist.get_rank(process_group) < 0:
@@ -154,7 +153,7 @@ class RankGroup:
         self.rank, self.size, self.numbers = dist.get_rank(self.group), len(ranks), range(len(ranks))
 
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
-        """Wait until all ranks construct their groups, and log a long wait; the returned function cleans up."""
+        """Wait until all ranks construct this object. Return a function that deletes this rank's key in the store."""
         store = self._store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
         rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "")
@@ -176,7 +175,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Name these ranks by their global ranks in the messages that are written inside."""
+        """Make error messages inside the ``with`` block show global ranks instead of ranks of this group."""
         token = global_ranks.set(self._named)
         try:
             yield
@@ -184,7 +183,7 @@ class RankGroup:
             global_ranks.reset(token)
 
     def name(self, *ranks: int) -> str:
-        """Return ranks of this group for a message, by their global ranks."""
+        """Return a text for messages that names the given ranks of this group by their global ranks."""
         with self.naming():
             return name_ranks(ranks)
 
@@ -193,7 +192,7 @@ class RankGroup:
         return found
 
     def check_still_all(self) -> None:
-        """Raise ``CheckpointError`` if ``torch.distributed`` was initialised after the construction of this object."""
+        """Raise ``CheckpointError`` if ``torch.distributed`` was initialised after this object was constructed."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError("The Checkpointer was constructed before init_process_group. Construct it later.")
 
@@ -206,10 +205,10 @@ class RankGroup:
         return self.numbers[self.rank]
 
     def max_async(self, values: Sequence[float]) -> Callable[..., list[float]]:
-        """Begin to compute the maximum of each value over all ranks. Collective.
+        """Start to compute the maximum of each value over all ranks. Collective.
 
-        Returns a function that waits at most the given seconds for the results. It raises ``CheckpointError`` if they
-        do not arrive in time.
+        Return a function that waits for the results and returns them. The argument of the function is the timeout in
+        seconds, after which it raises ``CheckpointError``.
         """
         greatest = torch.tensor(values, dtype=torch.float64, device="cpu")
         work = None if self.size == 1 else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
@@ -231,9 +230,9 @@ class RankGroup:
         return wait
 
     def any(self, failing: str, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank; waits as long as the other ranks are alive. Collective.
+        """Return whether ``flag`` is True on any rank. Waits without a limit while all ranks are alive. Collective.
 
-        See :meth:`round_trip` for ``failing`` and the errors.
+        :meth:`round_trip` documents ``failing`` and the errors.
         """
         if self.size == 1:
             return flag
@@ -245,7 +244,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def explaining(self, failing: str) -> Iterator[None]:
-        """Raise ``CheckpointError`` on all ranks, with the failed or missing ranks, if an operation inside fails."""
+        """If a collective in the ``with`` block fails, raise ``CheckpointError`` with the failed ranks on all ranks."""
         began = time.monotonic()
         try:
             yield
@@ -260,7 +259,10 @@ class RankGroup:
             raise CheckpointError(f"{failing}: {self._why}") from error
 
     def wait(self, work: Any, limit: datetime.timedelta) -> None:
-        """Wait for a collective. Not for messages, because their timeouts close connections. Raises torch's errors."""
+        """Wait for a collective. Errors of torch propagate.
+
+        Not suitable for send and receive, because a timeout of these operations closes the connection.
+        """
         key, ends, waits = f"waits/{self.rank}", time.monotonic() + limit.total_seconds(), False
         while not work.is_completed():
             turn = max(min(_TURN_S, ends - time.monotonic()), 0.001)
@@ -277,16 +279,16 @@ class RankGroup:
             self._ask(lambda: self._store.delete_key(key))
 
     def end(self, why: str) -> None:
-        """Make every exchange fail with ``why``, also a running one, without contact to other ranks or the store.
+        """Make every exchange on this rank fail with the message ``why``, even an exchange that is in progress.
 
-        Any thread; not collective.
+        Does not contact other ranks or the rendezvous store. Any thread. Not collective.
         """
         if self.group is not None:
             self._why = self._why or why
             abort(self.group)
 
     def _gone(self, error: RuntimeError) -> str:
-        """Return a sentence about the ranks that are no longer connected to this rank."""
+        """Return an error message that names the ranks whose connection to this rank is closed."""
         gone = []
         for rank in range(self.size):
             try:
@@ -311,7 +313,7 @@ class RankGroup:
         return f"{who} did not reach this exchange within {seconds:.3g} s, and may hang: check the output there."
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """Return the result of a call to the store; ``None`` if the store is gone or its host does not respond."""
+        """Return the result of a call to the rendezvous store, or ``None`` if the store does not respond in time."""
         answer: Future[T | None] = Future()
 
         def ask() -> None:
@@ -327,9 +329,9 @@ class RankGroup:
             return None
 
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
-        """Run ``act`` on every rank, and return the results in rank order. Collective.
+        """Call ``act`` on every rank, and return the results in rank order. Collective.
 
-        Raises the errors of :meth:`round_trip`, and ``CheckpointError`` if the other ranks do not take part in time.
+        Raises the errors of :meth:`round_trip`, and ``CheckpointError`` if a rank does not take part within the limit.
         """
         return self.round_trip(failing, act, lambda values: [values] * self.size, self.limit)
 
@@ -340,22 +342,22 @@ class RankGroup:
         answer: Callable[[list[T]], Sequence[U]],
         limit: datetime.timedelta | None = None,
     ) -> U:
-        """Run ``act`` on every rank and ``answer`` on rank 0; raise on all ranks if any call failed. Collective.
+        """Call ``act`` on every rank, then ``answer`` on rank 0; if any call fails, raise on all ranks. Collective.
 
         Args:
-            failing: the beginning of the message, such as ``"Step 100 was not saved"``.
-            act: the action of this rank; must not be collective itself.
-            answer: called on rank 0 if no rank has failed, with the results of ``act`` in rank order; returns an answer
+            failing: the beginning of the error message, such as ``"Step 100 was not saved"``.
+            act: the action of this rank, which must not be collective itself.
+            answer: called on rank 0 if no rank has failed, with the results of ``act`` in rank order; returns one item
                 for each rank.
-            limit: how long to wait for the other ranks; ``None``: as long as they are alive.
+            limit: how long to wait for the other ranks. ``None`` waits as long as the other ranks are alive.
 
         Returns:
-            The answer for this rank.
+            The item of the list from ``answer`` that belongs to this rank.
 
         Raises:
-            CheckpointError: on every rank, with the failed ranks and their errors. The cause is this rank's error or,
-                without one, the error of the first failed rank. An error of ``answer`` counts as an error of rank 0.
-            BaseException: ``act`` or ``answer`` raised an exception that is not an ``Exception``; only on that rank.
+            CheckpointError: on every rank, with the failed ranks and their errors. ``__cause__`` is this rank's error,
+                or the error of the first failed rank. An error in ``answer`` counts as an error of rank 0.
+            BaseException: only on this rank, if ``act`` or ``answer`` raised, for example, ``KeyboardInterrupt``.
         """
         with self.naming():
             if self.size == 1:
@@ -365,7 +367,7 @@ class RankGroup:
                     raise kind_of([error])(f"{failing}: {reason(error)}") from _cause(error)
             post, failure = _post(act)
             self._expect_initialized(failing)
-            # Messages are bytes, so that a rank takes part even if it cannot pickle or unpickle an object.
+            # Messages are bytes, so that a rank can take part even if an object cannot be pickled or unpickled.
             with self.explaining(failing):
                 posts = self._collect(post, limit or _PATIENCE)
             answers: list[bytes] = []
@@ -375,7 +377,7 @@ class RankGroup:
             with self.explaining(failing):
                 answered, errors = pickle.loads(self._hand_out(answers, limit or _PATIENCE))
             if failure is not None:
-                errors[self.rank] = failure  # the original, with its cause
+                errors[self.rank] = failure  # the original exception, not the unpickled copy
                 if not isinstance(failure, Exception):
                     raise failure
             if errors:
@@ -390,7 +392,7 @@ class RankGroup:
             )
 
     def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:
-        """Return the messages of all ranks on rank 0; torch's ``gather_object`` would pad each to the longest."""
+        """Return the messages of all ranks on rank 0. ``gather_object`` would pad each message to the longest one."""
         heads = [_head() for _ in range(self.size)] if self.rank == 0 else None
         self.wait(dist.gather(_head(post), heads, group=self.group, group_dst=0, async_op=True), limit)
         if heads is None:
@@ -399,7 +401,7 @@ class RankGroup:
         return [post, *self._receive(list(enumerate(heads))[1:])]
 
     def _hand_out(self, answers: Sequence[bytes], limit: datetime.timedelta) -> bytes:
-        """Send each rank its answer from rank 0, and return the answer of this rank."""
+        """Send ``answers[rank]`` from rank 0 to each rank, and return the message for this rank."""
         head, heads = _head(), [_head(each) for each in answers]
         self.wait(dist.scatter(head, heads or None, group=self.group, group_src=0, async_op=True), limit)
         if self.rank == 0:
@@ -408,13 +410,13 @@ class RankGroup:
         return self._receive([(0, head)])[0]
 
     def _send(self, messages: Sequence[tuple[int, bytes]]) -> None:
-        """Send the remaining bytes of messages that are longer than their heads."""
+        """Send the rest of each message that did not fit into the fixed-size first part (:func:`_head`)."""
         rests = [(rank, _as_tensor(data[_HEAD_BYTES:])) for rank, data in messages if len(data) > _HEAD_BYTES]
         for work in [dist.isend(x, group=self.group, group_dst=rank) for rank, x in rests]:
             cast("dist.Work", work).wait(self.limit)
 
     def _receive(self, heads: Sequence[tuple[int, torch.Tensor]]) -> list[bytes]:
-        """Receive the remaining bytes of messages whose heads have arrived; return the messages."""
+        """Receive the rest of each message that did not fit into its first part; return the complete messages."""
         begun = [(rank, *_read_head(head)) for rank, head in heads]
         rests = [torch.empty(length - len(begin), dtype=torch.uint8, device="cpu") for _, begin, length in begun]
         coming = [(rank, x) for (rank, *_), x in zip(begun, rests, strict=True) if len(x)]

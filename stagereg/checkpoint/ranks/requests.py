@@ -1,9 +1,9 @@
-"""The log of operations that all ranks perform: a rank that begins an operation appends it to a numbered list.
+"""A shared log of operations, such as saves, that all ranks must perform at the same step.
 
-A rank that has left its loop, and shadows the steps of the others, performs the operations in the list at the same
-steps. The list also detects a rank that has missed an operation, so that the others do not wait for it: all ranks run
-the same collectives and joins in the same order, so a rank that has already run more of them than an entry records has
-missed that entry. The end of a run is the last operation: :class:`ShutdownBarrier`.
+A rank that begins an operation appends it to the log. A rank without data has left its training loop, but takes part in
+the steps of the others, and reads from the log which operations to perform. The log also detects a rank that has missed
+an operation, so that the others do not wait: all ranks run the same collectives and joins in the same order. If a rank
+has run more of them than a log entry records, it has missed the entry. :class:`ShutdownBarrier` is the last operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
 _LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
-_GONE = b"gone"  # value of a rank that has left the run with an error
+_GONE = b"gone"  # what a rank writes if it leaves the run with an error
 _ADVICE = (
     "If their inputs are uneven, put the loop into a join: `with join:` and `for batch in join.iterate(loader)`. All "
     "ranks must take the same steps, and leave the Checkpointer's `with` block together."
@@ -34,29 +34,29 @@ _ADVICE = (
 
 
 class OperationLog:
-    """This rank's access to the list, which is in the rendezvous store of the process group.
+    """Reads and writes the log, which is in the rendezvous store of the process group.
 
     Args:
-        group: the process group that trains; ``None`` for a single process, which has no list.
-        name: the name of the list; the same on all ranks, and unique in the job.
+        group: the process group that trains. ``None`` for a single process, which has no log.
+        name: the name of the log, which is the same on all ranks, and unique in the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
         self._group = group
         self._store: Any = None if group is None else PrefixStore(f"stagereg/{name}", group.get_group_store())
         self._lock = threading.Lock()
-        self._number = 0  # number of entries that this rank has processed
-        self._suspected = 0
+        self._number = 0  # number of log entries that this rank has processed
+        self._suspected = 0  # number of the entry that this rank may have missed
 
     def post(self, what: str = "") -> None:
-        """Append the operation ``what``, which this rank begins and all ranks must perform. On the training thread."""
+        """Append the operation ``what``, which this rank begins now. Called on the training thread."""
         with self._lock:
             self._number += 1
             if self._store is not None:
                 self._store.set(str(self._number), f"{position_in(self._group)} {what}")
 
     def take_next(self) -> str | None:
-        """Return the next entry and mark it as processed, on a rank that has left its loop; ``None`` for none."""
+        """On a rank that has left its loop, return the next operation and mark it as processed, or return ``None``."""
         with self._lock:
             entry = self._next()
             if entry is None:
@@ -65,12 +65,12 @@ class OperationLog:
             return entry[1]
 
     def take_missed(self) -> str | None:
-        """Return an entry that this rank has missed, and mark it as processed. Any thread, about once per second."""
+        """Return an operation that this rank has missed, or ``None``. Called about once per second, on any thread."""
         with self._lock:
             entry = self._next()
             if entry is None or entry[0] >= position_in(self._group):
                 return None
-            if self._suspected <= self._number:  # the rank may be about to begin: decide in the next call
+            if self._suspected <= self._number:  # not certain: this rank may be about to begin
                 self._suspected = self._number + 1
                 return None
             self._number += 1
@@ -84,19 +84,20 @@ class OperationLog:
 
 
 def position_in(group: dist.ProcessGroup | None) -> int:
-    """Return the number of collectives that this rank has run plus the number of joins that it has entered."""
+    """Return the number of collectives that this rank has run in ``group``, plus the number of joins it has entered."""
     return 0 if group is None else collectives_of(group) + resources_of(group).counts["join"]
 
 
 class ShutdownBarrier:
-    """The end of a run: each rank reports that it has reached the end, and waits for the others before the last save.
+    """The barrier at the end of a run: each rank waits there for all others before the last save.
 
-    A waiting rank takes no part in training. So a rank that has run more collectives than the first waiting rank cannot
-    reach the end together with it. It reports that, and the waiting ranks raise an error.
+    A waiting rank does not take part in training. If another rank has run more collectives than the first waiting rank,
+    the two cannot reach the end after the same step. The other rank then reports this, and the waiting ranks raise an
+    error.
 
     Args:
-        group: the process group that trains; ``None`` for a single process.
-        name: the name of the barrier; the same on all ranks, and unique in the job.
+        group: the process group that trains. ``None`` for a single process.
+        name: the name of the barrier, which is the same on all ranks, and unique in the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
@@ -105,11 +106,10 @@ class ShutdownBarrier:
         self._came = False
 
     def wait(self, step: int | None, meanwhile: Callable[[], None], limit_s: float) -> None:
-        """Wait until all ranks have reached the end, and call ``meanwhile`` until then. On the training thread.
+        """Wait until all ranks have reached the end; call ``meanwhile`` while waiting. Called on the training thread.
 
-        Raises:
-            CheckpointError: a rank has begun steps that this rank does not take, has left with an error, or has not
-                reached the end within ``limit_s``; or the rendezvous store is gone.
+        Raises: ``CheckpointError`` if another rank has begun a further step, has left with an error, or has not reached
+        the end within ``limit_s`` seconds; or if the rendezvous store does not respond.
         """
         if self._group is None:
             return
@@ -147,14 +147,14 @@ class ShutdownBarrier:
             raise CheckpointError(f"The last step was not saved: {name_ranks(gone)} left the run with an error.")
 
     def leave(self) -> None:
-        """Report that this rank will not reach the end, unless it has, so that no other rank waits for it."""
+        """Report that this rank leaves without reaching the end, so that other ranks do not wait for it."""
         if self._group is not None and not self._came:
             self._came = True
-            with contextlib.suppress(RuntimeError):  # if the rendezvous store is gone
+            with contextlib.suppress(RuntimeError):  # the rendezvous store may be gone
                 self._store.set(str(dist.get_rank()), _GONE)
 
     def look(self) -> None:
-        """Check whether this rank trains after another rank reached the end and report it. On the background thread."""
+        """Report an error if this rank still trains while another rank waits at the end. On the background thread."""
         here = position_in(self._group)
         if self._group is None or self._came or not self._store.check(["first"]):
             return

@@ -1,8 +1,8 @@
-"""An exchange in which the ranks send large parts only if a part has changed on some rank.
+"""An exchange between ranks that omits large objects if they have not changed since the previous save.
 
-The plan of a save, and the positions at which the storage wrote each value, are large, but the same in every save of a
-state whose shapes do not change. Each rank compares its parts with its parts of the previous save, and one all-reduce
-determines whether they differ on any rank. If they do, all ranks send all parts. Otherwise rank 0 uses the result of
+The plan of a save, and the file offsets of its values, are large objects, but do not change while the shapes of the
+state do not change. Each rank compares its objects, here called *parts*, with the previous save. One all-reduce
+determines whether a part has changed on any rank. If so, all ranks send all parts. Otherwise rank 0 uses the result of
 the previous save, so its memory and time do not grow with the number of ranks and tensors.
 """
 
@@ -23,18 +23,17 @@ V = TypeVar("V")
 
 
 class Exchange:
-    """An exchange between the ranks in each save. Not thread-safe.
+    """Exchanges values and parts between the ranks in each save. Not thread-safe.
 
-    Args:
-        repeats: whether ranks may omit unchanged parts; the same on all ranks.
+    ``repeats``: whether ranks may omit unchanged parts. Must be the same on all ranks.
     """
 
     def __init__(self, repeats: bool) -> None:
         self._repeats = repeats
-        self._sent: Sequence[Any] | None = None  # the parts of the previous save
+        self._sent: Sequence[Any] | None = None  # this rank's parts in the previous save
 
     def forget(self) -> None:
-        """Send all parts in the next exchange."""
+        """Forget the previous save, so that the next exchange sends all parts."""
         self._sent = None
 
     def round_trip(
@@ -44,13 +43,13 @@ class Exchange:
         act: Callable[[], tuple[V, Sequence[Any], Sequence[Any]]],
         answer: Callable[[Sequence[V], Sequence[Sequence[Any]] | None], Sequence[U]],
     ) -> U:
-        """Run :meth:`.RankGroup.round_trip`, which also documents the other arguments. Collective.
+        """Call :meth:`.RankGroup.round_trip`, which documents ``failing`` and the errors. Collective.
 
         Args:
-            act: returns a value that differs in every save, the parts that rarely change, and further parts that are
-                sent together with these. The parts must not be modified afterwards.
-            answer: called with the values of all ranks and the parts of all ranks, or with ``None`` instead of the
-                parts if no part has changed. Equal parts are one object.
+            act: returns three things: a value, which is always sent; parts, which are sent only if they have changed on
+                a rank; and further parts, which are sent together with the parts. Parts must not be modified later.
+            answer: called on rank 0 with the values of all ranks, and the parts of all ranks (``None`` if no part has
+                changed). Equal parts of several ranks are the same object.
         """
         acted: Future[tuple[V, Sequence[Any], Sequence[Any]]] = Future()
         is_known = False
@@ -58,7 +57,7 @@ class Exchange:
             given = act()
             is_known = self._repeats and given[1] == self._sent
             acted.set_result(given)
-        except BaseException as error:  # raised below, so that all ranks make the same calls
+        except BaseException as error:  # ``post`` raises it, so that all ranks make the same collective calls
             acted.set_exception(error)
         changed = ranks.any(failing, not is_known)
 
@@ -81,7 +80,7 @@ def pack(parts: Sequence[Any], ranks: int) -> Sequence[Any]:
 
 
 def unpack(packed: Sequence[Sequence[Any]], ranks: int) -> Sequence[Sequence[Any]]:
-    """Return the parts of all ranks; equal parts become one object."""
+    """Return the parts of all ranks. Equal parts become the same object."""
     if ranks == 1:
         return packed
     load = functools.cache(lambda part: pickle.loads(zlib.decompress(part)))

@@ -1,4 +1,4 @@
-"""Advice for storage errors, which may be any cause of a raised error."""
+"""Advice for the user after storage errors such as a full disk; finds these errors also as causes of other errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ADVICE = {
 
 
 def advice(error: BaseException, root: str) -> str:
-    """Return the advice for ``error``, which was raised while writing to ``root``, or an empty text."""
+    """Return the advice for an error that was raised while writing to ``root``, or ``""`` for an unknown error."""
     for each in causes(error):
         if isinstance(each, OSError) and each.errno in _ADVICE:
             text = _DENIED if "://" in root and each.errno == errno.EACCES else _ADVICE[each.errno]
@@ -53,7 +53,7 @@ def advice(error: BaseException, root: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error``, all its causes and contexts, and the ranks' errors in torch's errors; each only once."""
+    """Yield ``error``, its causes and contexts, and the ranks' errors in a ``CheckpointException``, each only once."""
     found: list[BaseException | None] = [error]
     seen: set[int] = set()
     while found:

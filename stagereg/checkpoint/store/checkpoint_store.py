@@ -1,11 +1,11 @@
-"""A checkpoint store: lists the checkpoints, and commits new ones; docs/commit-protocol.md shows its files.
+"""The checkpoint store lists the checkpoints in a directory, and commits new checkpoints.
 
-*Reading*: any process may read at any time, without a lock. *Writing*: only rank 0 of the run that holds the lock may
-write; each rank calls :meth:`CheckpointStore.mark`. A run calls ``lock`` and ``sweep`` once. For each save it calls
-``temporary``, lets the storage write there, and calls ``mark``, ``publish`` and ``retention.clear``, or
-``backend.discard`` after an error. It calls ``settle`` at the end.
+docs/commit-protocol.md shows the files. *Reading*: any process may read at any time, without a lock. *Writing*: only
+rank 0 of the run that holds the lock may write. A run first calls ``lock`` and ``sweep``. For each save it calls
+``temporary``; the storage writes its files there; each rank calls ``mark``; rank 0 calls ``publish`` and
+``retention.clear``, or ``backend.discard`` after an error. At the end the run calls ``settle``.
 
-Paths are full paths or URLs, as text. Methods raise ``OSError`` unless their docstrings name other errors.
+Paths are absolute paths or URLs, as strings. Methods raise ``OSError`` unless their docstrings name other errors.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ class CheckpointStore:
         self.readers = Readers(backend)
         self.retention = Retention(backend, self.readers)
         self._lock: StoreLock | None = None
-        self._serial: int | None = None  # serial of the last commit that this run knows, while it holds the lock
-        self._put: dict[str, list[str]] = {}  # files of one save that :meth:`put` wrote, not read back yet
+        self._serial: int | None = None  # number of the last commit that this run has made or found
+        self._put: dict[str, list[str]] = {}  # directory of the current save, with the files from :meth:`put`
 
     @property
     def root(self) -> str:
-        """The full path or URL for messages, without a slash at its end."""
+        """The absolute path or URL of the checkpoint directory, without a slash at the end."""
         return self.backend.root
 
     # -- reading
 
     def checkpoints(self) -> tuple[list[Checkpoint], list[VerificationResult]]:
-        """Return the complete checkpoints, newest first, and the other step directories, highest step first.
+        """Return the complete checkpoints, newest first, and the corrupt checkpoints, highest step first.
 
-        Only manifests and sizes are checked. Neither list includes :meth:`leftovers` and :meth:`of_torch`.
+        Only manifests and file sizes are checked. Neither list contains :meth:`leftovers` or :meth:`of_torch`.
         """
         found = conditions.conditions(self.backend)
         damaged = sorted((each for each in found if each.damages), key=lambda each: each.path, reverse=True)
         return conditions.complete(found), damaged
 
     def of_torch(self, every: bool = False) -> list[VerificationResult]:
-        """Return the step directories that torch wrote, checked by sizes; with ``every``, directories of any name."""
+        """Check the file sizes of the checkpoints of plain torch, named ``step-N`` unless ``every`` is set."""
         return conditions.of_torch(self.backend, every)
 
     def look(self, path: str, content: bool = False) -> VerificationResult:
-        """Check one checkpoint, also one of torch. If it was deleted, the result has no manifest.
+        """Check one checkpoint of stagereg or of plain torch. If it was deleted, the result has no manifest.
 
         Args:
-            path: the directory of a checkpoint, or a ``latest`` that points to one; may be outside of this store.
-            content: whether to read all files; otherwise the manifest and the sizes are checked.
+            path: the directory of a checkpoint, or a link ``latest``; may be outside of this store.
+            content: whether to read all files and compare checksums. Otherwise only manifest and sizes are checked.
         """
         found = conditions.look(self.backend, path)
         if not content or found.manifest is None or found.writer == TORCH:
@@ -89,9 +89,9 @@ class CheckpointStore:
         return dataclasses.replace(found, damages=wrong)
 
     def contents(self, path: str, parts: Mapping[str, range]) -> dict[str, Found]:
-        """Read the ranges ``parts`` of files of a checkpoint, and return their digests or errors by name. Any rank.
+        """Read byte ranges of a checkpoint's files, and return the digest or the error of each file. Any rank.
 
-        :func:`.damage.differences` compares them with the manifest, after :func:`.damage.marks_of_shares` merges them.
+        The caller merges the digests of all ranges (:func:`.marks_of_shares`), and compares them with the manifest.
         """
         try:
             sizes = conditions.sizes(self.backend, path, parts)
@@ -107,13 +107,13 @@ class CheckpointStore:
         return found
 
     def latest(self) -> Checkpoint | None:
-        """Return the checkpoint that ``latest`` points to; ``None`` if there is no complete checkpoint."""
+        """Return the checkpoint that the link ``latest`` points to, or ``None`` if it is missing or incomplete."""
         return self.look(f"{self.root}/{LATEST}").checkpoint
 
     def note(self, name: str, needed: bool = False) -> bytes:
-        """Return the content of a small file of the root, written by ``backend.replace``; empty if it does not exist.
+        """Return the content of a small file in the root directory, or ``b""`` if the file does not exist.
 
-        A directory or link of that name is skipped with a warning, or raises ``UnfitFileError`` if ``needed``.
+        For a directory or a link, log a warning and return ``b""``, or raise ``UnfitFileError`` if ``needed``.
         """
         path = f"{self.root}/{name}"
         try:
@@ -127,31 +127,31 @@ class CheckpointStore:
             return b""
 
     def leftovers(self) -> list[str]:
-        """Return the full paths of unfinished saves, of a killed run or of a run that is saving now."""
+        """Return the paths of unfinished saves: of killed runs, and of a run that is saving now."""
         return conditions.leftovers(self.backend)
 
     # -- writing
 
     def holder(self) -> Owner | None:
-        """Return the current owner of the lock, or ``None``. Does not wait or lock."""
+        """Return the owner of the lock, or ``None`` if it is not locked. Returns immediately, without locking."""
         return self.backend.holder()
 
     def last_serial(self) -> int:
-        """Return the serial of the last committed checkpoint, corrupt or not; 0 without checkpoints."""
+        """Return the commit number of the newest checkpoint, even if it is corrupt; 0 without checkpoints."""
         complete, damaged = self.checkpoints()
         return _last_serial([*complete, *damaged])
 
     def lock(self) -> StoreLock:
-        """Lock the store, unless it is locked already, and return the lock."""
+        """Lock the store, unless this object has locked it already, and return the lock."""
         if self._lock is None or not self._lock.held:
             self._lock, self._serial = self.backend.lock(), None
             self.retention.check = self._lock.check
         return self._lock
 
     def sweep(self, but: Collection[str] = ()) -> list[str]:
-        """Delete the unfinished saves of killed runs, except ``but``, and finish an interrupted commit.
+        """Delete the unfinished saves of killed runs, except the paths ``but``, and finish an interrupted commit.
 
-        The lock must be held. Returns the full paths of the deleted directories.
+        The caller must hold the lock. Returns the paths of the deleted directories and files.
         """
         left = [path for path in self.leftovers() if path not in but]
         for path in left:
@@ -161,18 +161,18 @@ class CheckpointStore:
         complete, damaged = self.checkpoints()
         self._serial = _last_serial([*complete, *damaged])
         self.retention.spared = {each.path for each in complete}
-        # ``latest`` may keep pointing to a corrupt or deleted checkpoint, so that its loss is reported.
+        # If ``latest`` points to a corrupt or deleted checkpoint, it stays, so that the next restore reports the error.
         pointed, names = self.retention.pointed(), [each.name for each in complete]
         is_there = pointed in names or pointed in [each.name for each in damaged]
-        is_saved_again = not is_there and step_of(pointed) in map(step_of, names)  # under a name with a token
+        is_saved_again = not is_there and step_of(pointed) in map(step_of, names)  # its name has a random token
         if complete and (step_of(pointed) is None or pointed in names[1:] or is_saved_again):
-            self.backend.point(complete[0].name)  # the run was killed right after the commit
+            self.backend.point(complete[0].name)  # a run was killed between commit and link update
         return left
 
     def temporary(self, step: int, token: str) -> str:
-        """Return the full path of the directory in which all ranks write one save; creates nothing.
+        """Return the path of the directory into which all ranks write one save. Does not create the directory.
 
-        ``token`` (:func:`.manifest.new_token`) distinguishes this save from others, and is the same on all ranks.
+        ``token`` is a random string from :func:`.new_token` that identifies this save. All ranks use the same token.
         """
         name = f"{step_name(step)}.{token}"
         return f"{self.root}/{name}" if self.backend.in_place else f"{self.root}/.{name}.tmp"
@@ -188,20 +188,20 @@ class CheckpointStore:
         return self.backend.mark(f"{written}/{name}", flush=True)
 
     def publish(self, written: str, manifest: Manifest, keep: int | KeepRule) -> Checkpoint:
-        """Commit the checkpoint in ``written``, and hide the checkpoints that are no longer retained.
+        """Commit the checkpoint in the directory ``written``, and hide the checkpoints that are no longer retained.
 
-        The process may be killed between any two of these steps: check the file sizes and the lock; commit; read back
-        manifest and index; move ``latest``; hide old checkpoints; give a step that was saved again its plain name. A
-        lost lock is detected before the commit, and before each checkpoint is hidden.
+        Check the file sizes and the lock; commit; read back the small files; move the link ``latest``; hide old
+        checkpoints; rename a step that was saved again to its name without token. The process may be killed between
+        any two of these actions. The lock is checked before the commit, and before each checkpoint is hidden.
 
         Args:
-            written: the path of :meth:`temporary`; all of its files are durable.
-            manifest: has the digest of every file in ``written``. This method sets its serial and time.
-            keep: the rule for complete checkpoints, or the number of newest checkpoints to retain.
+            written: the path that :meth:`temporary` returned; all files in this directory are durable.
+            manifest: contains the digest of every file in ``written``. This method sets commit number and time.
+            keep: the retention rule, or the number of newest checkpoints to retain.
 
         Raises:
-            CheckpointError: a file does not match its digest; the lock is lost; or the committed files do not read back
-                as they were written. Earlier checkpoints are not touched.
+            CheckpointError: a file does not match its digest; this run has lost the lock; or the committed files do not
+                read back as they were written. Earlier checkpoints are then unchanged.
         """
         self.retention.check()
         before, policy = conditions.conditions(self.backend), Keep.of(keep)
@@ -222,7 +222,7 @@ class CheckpointStore:
         made = Checkpoint(self.backend.commit(written, manifest), manifest)
         self._serial = manifest.serial
         unclear = self._expect_stored(made, self._put.pop(written, []))
-        try:  # the checkpoint is complete, so the save must not fail; the next save or start repeats this
+        try:  # after the commit an error must not fail the save; the next save or start repeats these actions
             failpoint("committed")
             self.retention.check()
             if unclear:
@@ -230,7 +230,7 @@ class CheckpointStore:
             try:
                 self.backend.point(made.name)
                 failpoint("pointed")
-            finally:  # also without links, otherwise the disk would fill up
+            finally:  # even if a link cannot be created, because the disk would otherwise fill up
                 stay = self.retention.retire(before, made, policy)
             made = Checkpoint(self.retention.use_plain_names(stay).get(made.path, made.path), manifest)
         except Exception as error:
@@ -243,9 +243,9 @@ class CheckpointStore:
         return made
 
     def _expect_stored(self, made: Checkpoint, put: Sequence[str]) -> str:
-        """Raise ``CheckpointError`` if the manifest or the files do not read back as they were committed.
+        """Raise ``CheckpointError`` if manifest, file sizes, or content of the files ``put`` differ from the commit.
 
-        Return why the check was not possible, or an empty text. Only the files ``put`` are read completely.
+        Return an error message if the files could not be accessed, and ``""`` if they are correct.
         """
         found = conditions.look(self.backend, made.path)
         wrong = {**found.damages} or ({} if found.manifest == made.manifest else {MANIFEST: "another manifest"})
@@ -263,7 +263,7 @@ class CheckpointStore:
         return text
 
     def settle(self) -> None:
-        """Give steps that were saved again their plain names, if readers have prevented this. Raises nothing."""
+        """Rename steps that were saved again to their names without token, if no process reads them. Raises nothing."""
         try:
             if self._lock is not None:
                 self.retention.settle(self._lock)
@@ -272,5 +272,4 @@ class CheckpointStore:
 
 
 def _last_serial(found: Sequence[Checkpoint | VerificationResult]) -> int:
-    """Return the serial of the last committed checkpoint, corrupt or not."""
     return max((each.manifest.serial for each in found if each.manifest is not None), default=0)

@@ -1,6 +1,6 @@
-"""Checks the checkpoints of a store by manifest and file sizes. Any process may do so, without a lock.
+"""Checks the manifest and the file sizes of checkpoints. Any process may call these functions, without a lock.
 
-Links are not followed: a file of a checkpoint is a regular file inside its directory.
+Symbolic links are not followed: each file of a checkpoint must be a regular file inside the checkpoint's directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MANIFEST_BYTES = 1 << 28  # size limit of a manifest, which has some hundred by
 
 
 def look(backend: Backend, path: str) -> VerificationResult:
-    """Check the checkpoint at ``path``, also one of torch, by its manifest and the file sizes."""
+    """Check the manifest and the file sizes of the checkpoint at ``path``, which may be a checkpoint of plain torch."""
     try:
         return _settled(lambda: [_look(backend, backend.resolve(path))])[0]
     except OSError as error:
@@ -27,20 +27,20 @@ def look(backend: Backend, path: str) -> VerificationResult:
 
 
 def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, int | str]:
-    """Return the size of each file in a directory, or a text if it is not a regular file; see :meth:`.Backend.list`."""
+    """Map each name in a directory to its size in bytes, or to an error message; see :meth:`.Backend.list`."""
     there = backend.list(path, files).items()
     return {name: "not a regular file" if size is None else size for name, size in there}
 
 
 def conditions(backend: Backend) -> list[VerificationResult]:
-    """Check all step directories except :func:`leftovers` and :func:`of_torch`."""
+    """Check all directories that are named ``step-N``, except :func:`leftovers` and :func:`of_torch`."""
     return [each for each in _steps(backend) if not _is_begun(backend, each) and not each.writer]
 
 
 def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
-    """Return the step directories that torch wrote; with ``every`` the directories of any name.
+    """Return the checkpoints that plain torch wrote, named ``step-N`` unless ``every`` is set.
 
-    Empty without an extension that reads such directories (:mod:`.foreign`).
+    The list is empty if no extension is installed that reads such directories (:mod:`.foreign`).
     """
     there = backend.list(backend.root).items()
     names = [name for name, size in there if size is None and not name.startswith(".")]
@@ -49,14 +49,14 @@ def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
 
 
 def leftovers(backend: Backend) -> list[str]:
-    """Return the full paths of unfinished saves, of a killed run or of a run that is saving now."""
+    """Return the paths of unfinished saves: of killed runs, and of a run that is saving now."""
     if backend.in_place:
         return sorted(each.path for each in _steps(backend) if _is_begun(backend, each))
     return sorted(f"{backend.root}/{name}" for name in backend.list(backend.root) if _LEFTOVER.fullmatch(name))
 
 
 def complete(found: list[VerificationResult]) -> list[Checkpoint]:
-    """Return the complete checkpoints, newest first; a checkpoint with two names is listed under its plain name."""
+    """Return the complete checkpoints, newest first. If a checkpoint has two names, only the shorter is listed."""
     those = [each.checkpoint for each in found if each.checkpoint is not None]
     those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
     return [*{each.key: each for each in those}.values()][::-1]
@@ -68,19 +68,19 @@ def _steps(backend: Backend) -> list[VerificationResult]:
         names = {name for name, size in there if size is None and step_of(name) is not None}
         newest = backend.resolve(f"{backend.root}/{LATEST}").rpartition("/")[2] if backend.in_place else ""
         if step_of(newest) is not None:
-            names.add(newest)  # an eventually consistent listing may not have the newest yet
+            names.add(newest)  # an eventually consistent listing may lack the newest checkpoint
         return [_look(backend, f"{backend.root}/{name}", reads_torch=False) for name in names]
 
     return _settled(look_at_all)
 
 
 def _is_begun(backend: Backend, each: VerificationResult) -> bool:
-    """Return whether a directory is a save without a manifest yet; only names with a token belong to this project."""
+    """Return whether a directory is an unfinished save: it has no manifest, and its name has a random suffix."""
     return backend.in_place and each.damages == {MANIFEST: "missing"} and "." in each.name
 
 
 def _settled(look: Callable[[], list[VerificationResult]]) -> list[VerificationResult]:
-    """Repeat a check until its errors are stable: a run may delete a checkpoint or move ``latest`` meanwhile."""
+    """Repeat a check that finds errors until the result is stable, because a run may change checkpoints meanwhile."""
     found = look()
     while any(each.damages for each in found) and (again := look()) != found:
         found = again
@@ -102,7 +102,7 @@ def _look(backend: Backend, path: str, reads_torch: bool = True) -> Verification
 
 
 def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:
-    """Return the manifest in a directory, or its error; ``there`` is the listed size of the file, or its error."""
+    """Return the manifest in a directory, or an error message; ``there``: the listed size of the file, or its error."""
     if isinstance(there, str):
         return there
     if there > _MANIFEST_BYTES:

@@ -1,6 +1,6 @@
-"""A directory of checkpoints in a file system: a save is written into a hidden directory, and committed by renaming.
+"""The backend for checkpoints in a file system. A save is written to a hidden directory, and committed by a rename.
 
-``latest`` is a symbolic link. Links inside a checkpoint are not followed: its files are regular files.
+``latest`` is a symbolic link to a checkpoint. Links inside checkpoints are not followed, and count as corrupt files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Directory(LocalFiles):
-    """The backend for a full path in a local or network file system; see :class:`.Backend`."""
+    """The backend for a directory in a local or network file system; see :class:`.Backend`."""
 
     in_place = False
 
@@ -60,7 +60,7 @@ class Directory(LocalFiles):
         try:
             with os.scandir(path) as entries:
                 return {entry.name: _size(entry) for entry in entries}
-        except (FileNotFoundError, NotADirectoryError):  # another error must not look like an empty store
+        except (FileNotFoundError, NotADirectoryError):  # other errors must not look like an empty directory
             return {}
 
     def resolve(self, path: str) -> str:
@@ -98,7 +98,7 @@ class Directory(LocalFiles):
             os.unlink(path)
 
     def commit(self, written: str, manifest: Manifest) -> str:
-        self.delete(f"{written}/{MANIFEST}")  # left by a copy that was killed at this point
+        self.delete(f"{written}/{MANIFEST}")  # a killed copy may have left a manifest
         write_new(f"{written}/{MANIFEST}", manifest.dumps().encode())
         sync(written)
         failpoint("described")
@@ -110,7 +110,7 @@ class Directory(LocalFiles):
         try:
             sync(self.root)
         except OSError:
-            with contextlib.suppress(OSError):  # best effort: the disk may fail
+            with contextlib.suppress(OSError):  # best effort, because the disk may be failing
                 os.rename(final, written)
             raise
         return final
@@ -122,7 +122,7 @@ class Directory(LocalFiles):
             os.replace(link, latest)
         except OSError as error:
             discard(link)
-            if isinstance(error, IsADirectoryError):  # it may be a directory of the user
+            if isinstance(error, IsADirectoryError):  # not deleted: it may contain data of the user
                 text = f"{latest} is a directory, perhaps because a program copied the link. Delete it or move it away."
                 raise CheckpointError(text) from error
             raise
@@ -157,11 +157,11 @@ class Directory(LocalFiles):
 
     def discard(self, path: str) -> None:
         hidden = self._hidden(os.path.basename(path).removeprefix("."))
-        with contextlib.suppress(OSError):  # stop a rank that still writes from adding files
+        with contextlib.suppress(OSError):  # so that a rank that still writes cannot add files
             os.rename(path, hidden)
             path = hidden
         discard(path)
-        with contextlib.suppress(OSError):  # usually the directory no longer exists
+        with contextlib.suppress(OSError):  # lstat() fails if the directory was deleted, which is the usual case
             if (owner := os.lstat(path).st_uid) != os.geteuid():
                 _warn_of_another_users(self.root, owner)
 
@@ -169,17 +169,17 @@ class Directory(LocalFiles):
         left: list[str] = []
         with contextlib.suppress(OSError):
             for path in [f"{self.root}/{name}" for name in os.listdir(self.root) if temporary_of(name) in _NOTES]:
-                with contextlib.suppress(OSError):  # a user may own a directory of that name
+                with contextlib.suppress(OSError):  # the name may belong to a user's directory
                     os.unlink(path)
                     left.append(path)
         return left
 
     def _hidden(self, name: str) -> str:
-        """Return a hidden path; the next start deletes directories with such names."""
+        """Return a new hidden path for a directory. If a run is killed, the next run deletes the directory."""
         return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
 
 
-@functools.cache  # once a process
+@functools.cache  # one warning per process and argument
 def _warn_of_another_users(root: str, owner: int) -> None:
     _log.warning(
         "stagereg: old checkpoints in %s belong to another user, %d. Only that user can delete them: they stay hidden "
@@ -191,7 +191,7 @@ def _warn_of_another_users(root: str, owner: int) -> None:
 
 def _size(entry: os.DirEntry[str]) -> int | str | None:
     try:
-        if entry.is_dir():  # usually known without another system call
+        if entry.is_dir():  # scandir() usually returns the type without another system call
             return None
         found = entry.stat(follow_symlinks=False)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Named crash points of a save, at which tests kill a process.
+"""Named crash points of a save. Tests kill a process at each of these points.
 
-Each module calls :func:`failpoint` right after its step of the commit. Tests register an observer with :func:`watch`.
+The code of a save calls :func:`failpoint` after each action of the commit. Tests register an observer by :func:`watch`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _observer: Callable[[str], None] | None = None  # one per process: tests have no
 
 
 def failpoint(name: str) -> None:
-    """Report the crash point ``name``, one of :data:`POINTS` or :data:`TIER_POINTS`, to the observer.
+    """Call the observer, if any, with the name of a crash point in :data:`POINTS` or :data:`TIER_POINTS`.
 
-    Any thread. Raises whatever the observer raises.
+    Any thread. Exceptions of the observer propagate.
     """
     if _observer is not None:
         _observer(name)
 
 
 def watch(observer: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Call ``observer`` at each crash point of this process, on its thread; return the previous observer."""
+    """Set the observer of this process, which is called on the thread of the save. Return the previous observer."""
     global _observer
     before, _observer = _observer, observer
     return before

@@ -1,6 +1,6 @@
-"""Detection of checkpoints in the formats of other programs, and the protocol of their readers.
+"""Detects checkpoints in formats of other programs, and defines the protocol of extensions that read such formats.
 
-The store does not count, replace or delete directories in other formats, even if an extension can read them.
+Retention does not count, replace or delete directories in other formats, even if an extension can read them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _INDEX = "index.json"  # not imported from `format.index`, which imports torch
 
 
 class ForeignFormat(Protocol):
-    """Reads checkpoints of other programs. Extensions list their readers in ``FORMATS`` of their module ``foreign``."""
+    """A reader for checkpoints of another program. An extension lists its readers in ``FORMATS`` in ``foreign.py``."""
 
     def look(self, backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-        """Check another program's directory, and return a result with a manifest; ``there`` is its listing."""
+        """Check another program's checkpoint, and return a result with a manifest; ``there``: file sizes by name."""
         ...
 
     def expect_none(self, path: str) -> None:
-        """Raise ``CheckpointError``, with the code that loads ``path``, if it is in another program's format."""
+        """Raise ``CheckpointError`` if ``path`` is in another program's format; the message shows how to load it."""
         ...
 
 
@@ -37,20 +37,20 @@ def foreign_formats() -> Iterator[ForeignFormat]:
 
 
 def is_foreign(path: str, names: Collection[str]) -> bool:
-    """Return whether torch wrote a directory with these files. Names with a token belong to a ``Checkpointer``."""
+    """Return whether plain torch wrote a directory with the files ``names``; its name then has no random suffix."""
     name = path.rpartition("/")[2]
     has_token = step_of(name) is not None and name != plain_name(name)
     return not has_token and not {MANIFEST, _INDEX} & {*names} and bool({METADATA, CHECKSUMS} & {*names})
 
 
 def look_at_foreign(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-    """Check another program's directory; without an extension that reads it, the result has no manifest."""
+    """Check another program's checkpoint. If no extension can read its format, the result has no manifest."""
     for each in foreign_formats():
         return each.look(backend, path, there)
     return VerificationResult(path, None, {MANIFEST: "missing"}, TORCH)
 
 
 def expect_no_other_format(path: str) -> None:
-    """Raise ``CheckpointError``, with the code that loads ``path``, if it is in another program's format."""
+    """Raise ``CheckpointError`` if ``path`` is in another program's format; the message shows how to load it."""
     for each in foreign_formats():
         each.expect_none(path)

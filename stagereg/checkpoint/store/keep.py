@@ -1,6 +1,6 @@
-"""Retention rules: the policy of ``checkpoint.keep``, or a component of the kind ``keep``. Does not access a disk.
+"""Retention rules select the checkpoints to retain: the options ``checkpoint.keep``, or a user's component.
 
-A checkpoint is retained if it is the newest or a rule selects it. If the budget is exceeded, the oldest are deleted.
+The newest checkpoint is always retained. If the budget is exceeded, the oldest selected checkpoints are deleted, too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 class KeepRule(Protocol):
     """The protocol of custom retention rules, for ``Checkpointer(keep=...)`` or ``checkpoint/keep`` in a config.
 
-    All ranks construct the rule. After each commit rank 0 alone calls ``select``, on the save thread. The newest
-    checkpoint is always retained. If ``select`` raises an error, or returns nothing or a value of another type, no
-    checkpoint is deleted.
+    Every rank constructs the rule. After each commit only rank 0 calls ``select``, on the save thread. The newest
+    checkpoint is always retained. If ``select`` raises an exception, selects no checkpoint, or returns a value of
+    another type, no checkpoint is deleted.
     """
 
     def select(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> Mapping[str, str]:
@@ -36,7 +36,7 @@ class KeepRule(Protocol):
 
         Args:
             checkpoints: the complete checkpoints, newest first, including the new one.
-            metrics: by the path of each checkpoint, the values that were logged before it was saved.
+            metrics: for the path of each checkpoint, the metrics that were logged before the checkpoint was saved.
         """
 
 
@@ -47,13 +47,13 @@ class Keep:
 
     Args:
         newest: number of newest checkpoints to retain, at least 1.
-        every: retain permanently each checkpoint whose step is a positive multiple of this number.
-        best: number of checkpoints to retain for the best values of ``metric``; the newer one of equal values.
-        metric: the name under which rank 0 logs the metric for the step of a checkpoint, with :func:`stagereg.log`,
-            before the step is saved. A checkpoint without the metric, or with NaN, is not one of the best.
-        direction: ``"min"`` if the lowest values are the best, ``"max"`` if the highest values are.
-        budget: maximum size of all retained checkpoints together, such as ``"500GiB"``; the oldest are deleted first.
-            The newest is retained even if it is larger. During a save, the disk needs space for one more.
+        every: permanently retain each checkpoint whose step is a positive multiple of this number.
+        best: number of checkpoints with the best values of ``metric`` to retain; of equal values, the newer counts.
+        metric: name of the metric. Rank 0 must log a value with :func:`stagereg.log` for the step of a checkpoint,
+            before the step is saved. A checkpoint without a value, or with NaN, is not one of the best.
+        direction: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        budget: maximum total size of all retained checkpoints, such as ``"500GiB"``; the oldest are deleted first. The
+            newest is retained even if it alone is larger. During a save, the disk needs space for one more checkpoint.
 
     Raises:
         ConfigError: a value is invalid.
@@ -76,20 +76,20 @@ class Keep:
                 f"{option('checkpoint.keep.best')} and {option('checkpoint.keep.metric')} must be given together "
                 f"(rank 0 logs the metric with stagereg.log), got best={self.best!r} and metric={self.metric!r}."
             )
-        if self.best and not has("retention"):  # otherwise no checkpoint would have a metric
+        if self.best and not has("retention"):  # only this extension records metrics in checkpoints
             raise ConfigError(f"{option('checkpoint.keep.best', str(self.best))} {needs('retention')}")
         if self.budget is not None:
             object.__setattr__(self, "budget", ByteSize(self.budget))
 
     @classmethod
     def of(cls, keep: int | KeepRule) -> Keep | GuardedRule:
-        """Return the rule for a checkpointer's ``keep``: a policy for a number, a guarded rule for a custom rule."""
+        """Convert the argument ``keep`` of a Checkpointer to a rule; a custom rule is wrapped in a guard."""
         if isinstance(keep, GuardedRule) or type(keep) is Keep:
             return keep
         return GuardedRule(keep) if isinstance(keep, KeepRule) else cls(keep)
 
     def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-        """Return the paths of the retained checkpoints, newest first, each with a reason; see :class:`KeepRule`."""
+        """Map the path of each retained checkpoint, newest first, to a short reason; see :meth:`KeepRule.select`."""
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         why: dict[str, list[str]] = {each.path: [] for each in newest_first}
         for each in newest_first[: self.newest]:
@@ -110,11 +110,11 @@ class Keep:
         return stay
 
     def _raters(self) -> Iterator[Any]:
-        """Yield the module of the extension that rates checkpoints by a metric, if ``best`` is set."""
+        """Yield the extension module that selects the checkpoints with the best metric, if ``best`` is set."""
         yield from providers("rating") if self.best else ()
 
     def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
-        """Yield warnings for the user when ``made`` is committed and ``old`` are no longer retained."""
+        """Yield warnings for the user after ``made`` was committed, and the checkpoints ``old`` were deselected."""
         root = made.path.rpartition("/")[0]
         for module in self._raters():
             yield from module.warnings(self, root, old)
@@ -126,7 +126,7 @@ class Keep:
 
 
 class GuardedRule:
-    """A custom rule whose errors do not fail saves; all checkpoints are then retained. Raises: ``ConfigError``."""
+    """Wraps a custom rule: if the rule raises an exception, the save succeeds, and all checkpoints are retained."""
 
     def __init__(self, rule: KeepRule) -> None:
         if isinstance(rule, type):
@@ -141,7 +141,7 @@ class GuardedRule:
             ) from None
 
     def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-        """Return the checkpoints that the rule retains, and the newest."""
+        """Return the result of the custom rule, with the newest checkpoint added; log the first error of the rule."""
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         paths = [each.path for each in newest_first]
         try:

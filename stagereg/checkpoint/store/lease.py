@@ -1,8 +1,8 @@
-"""A lease: a small file that names the user of a resource; a thread renews the file every twenty seconds.
+"""Leases: small files that record which process uses a resource. A thread renews the file every twenty seconds.
 
-A lease expires one minute after its last renewal, or immediately if its owner was a process of this machine that has
-terminated. Readers of checkpoints have leases, and so do writers on storage that cannot release the lock of a dead
-process.
+A lease expires one minute after its last renewal, or immediately if its owner was a process on this machine and has
+terminated. Processes that read a checkpoint hold a lease. In an object store, which cannot release the lock of a dead
+process, the writing run holds a lease as well.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.store.lock import Owner
 
 LEASE_S = 60.0  # seconds from a renewal to the expiry
-REQUEST_S = 10.0  # timeout of a request that writes or deletes the file, in seconds
+REQUEST_S = 10.0  # timeout of each request that writes or deletes the file, in seconds
 
 _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A file that names the user of a resource; a thread renews it until it is ended or garbage collected.
+    """A lease file of this process. A thread renews the file until :meth:`end` is called or the lease is freed.
 
-    With ``read``, another lease may replace the file; this lease then does not renew or delete it.
+    ``read`` is necessary if another lease may replace the file; this lease then neither renews nor deletes the file.
     """
 
     def __init__(
@@ -53,25 +53,25 @@ class Lease:
         return LeaseRecord(self._owner, self._token, machine_name(), time.time()).dumps()
 
     def is_ours(self) -> bool:
-        """Return whether the file belongs to this lease; without ``read`` always True."""
+        """Return whether the file still belongs to this lease."""
         there = None if self._read is None else self._read(self._path)
         return self._read is None or (there is not None and there.token == self._token)
 
     def renew(self) -> None:
-        """Write the file, if this lease owns it and has not ended."""
+        """Write the file with the current time, unless the lease has ended or another lease owns the file."""
         with self._busy, within(REQUEST_S):
             if self.is_ours() and not self._ended.is_set():
                 self._write(self._path, self.content())
 
     def keep(self, thread: str, level: int) -> None:
-        """Start a thread of that name that renews the file; it logs failures at ``level``."""
+        """Start a thread, named ``thread``, that renews the file and logs failures at ``level``."""
         threading.Thread(target=_keep, args=(weakref.ref(self), self._ended, level), name=thread, daemon=True).start()
 
     def end(self) -> None:
-        """Delete the file, if this lease owns it, unless the process is a forked child. Raises nothing."""
+        """Delete the file if this lease still owns it; does nothing in a forked child. Raises nothing."""
         self._ended.set()
         if self._process == os.getpid():
-            with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # a leftover expires after a minute
+            with contextlib.suppress(Exception), self._busy, within(REQUEST_S):  # the file expires anyway
                 if self.is_ours():
                     self._delete(self._path)
 
@@ -86,7 +86,7 @@ def _keep(held: weakref.ref[Lease], ended: threading.Event, level: int) -> None:
 
 
 class LeaseRecord(NamedTuple):
-    """The content of a lease file: the owner, the token of the lease, the machine, and the time of the last renewal."""
+    """The content of a lease file; ``token`` identifies the lease, ``renewed`` is the time of the last renewal."""
 
     owner: Owner = Owner()
     token: str = ""
@@ -95,7 +95,7 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     def loads(cls, data: bytes) -> LeaseRecord:
-        """Parse the content of a lease file; content in another format gives an expired lease."""
+        """Parse the content of a lease file. If the content is invalid, return an expired lease."""
         try:
             read = json.loads(data)
             owner, machine = Owner.parse(read["owner"]), str(read.get("machine", ""))
@@ -108,20 +108,20 @@ class LeaseRecord(NamedTuple):
         return json.dumps({**self._asdict(), "owner": asdict(self.owner)}).encode()
 
     def is_over(self) -> bool:
-        """Return whether the owner has terminated, or has not renewed the lease in time by this machine's clock."""
+        """Return whether the lease has expired according to this machine's clock, or its owner has terminated."""
         return time.time() > self.renewed + LEASE_S or self.is_orphaned()
 
     def is_near(self) -> bool:
-        """Return whether the owner is another process of this machine."""
+        """Return whether the owner is another process on this machine."""
         return self.machine == machine_name() and self.owner.pid != os.getpid()
 
     def is_orphaned(self) -> bool:
-        """Return whether the owner was a process of this machine that has terminated."""
+        """Return whether the owner was a process on this machine and has terminated."""
         return self.is_near() and not _lives(self.owner.pid)
 
 
 def _lives(pid: int) -> bool:
-    try:  # a zombie has terminated, but its exit status was not read yet
+    try:  # a zombie (state Z) counts as terminated
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False

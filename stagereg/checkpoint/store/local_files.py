@@ -30,7 +30,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a path or ``file://`` URL; ``~`` is the user's home. Raises: ``ConfigError``."""
+    """Convert a path or ``file://`` URL to an absolute path; ``~`` is the user's home. Raises: ``ConfigError``."""
     if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
         raise ConfigError(f"{path} names another machine. Write a directory of this machine as file:///runs.")
     expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))
@@ -40,7 +40,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileDigest:
-    """Read a regular file, or a range of it, with a few threads; return its digest."""
+    """Read a regular file, or a byte range of it, with up to four threads; return the digest."""
     with open(path, "rb", buffering=0, opener=open_regular) as file:
         end = min(part.stop, os.fstat(file.fileno()).st_size)
         pieces = [range(at, min(at + _PIECE_BYTES, end)) for at in range(part.start, end, _PIECE_BYTES)]
@@ -50,7 +50,7 @@ def mark_file(path: str | os.PathLike[str], part: range = WHOLE) -> FileDigest:
         with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
             try:
                 marks = threads.map(mark, pieces)
-            except RuntimeError:  # Python 3.12 starts no threads during shutdown
+            except RuntimeError:  # Python 3.12 cannot start threads during interpreter shutdown
                 marks = map(mark, pieces)
             return joined(marks)
 
@@ -64,9 +64,9 @@ def _mark_piece(descriptor: int, piece: range) -> FileDigest:
 
 
 class DiskFile:
-    """A :class:`.Sink` for a new file at ``path``, with direct I/O if ``direct`` is set and possible.
+    """A :class:`.Sink` that writes a file at ``path``, by direct I/O if ``direct`` is set and supported.
 
-    A regular file at the path is replaced; anything else is an error. The umask applies to the ``mode`` of a new file.
+    An existing regular file is overwritten; any other object at ``path`` is an error. ``mode`` is subject to the umask.
     """
 
     def __init__(self, path: str, direct: bool, mode: int = 0o666) -> None:
@@ -81,7 +81,7 @@ class DiskFile:
     def write(self, data: memoryview) -> None:
         while data:
             if len(data) < PAGE or self._at % PAGE:
-                self._use_cache()  # the last block is not complete
+                self._use_cache()  # direct I/O writes only whole pages
             try:
                 written = os.pwrite(self._descriptor, data[: len(data) // PAGE * PAGE or None], self._at)
             except OSError as error:
@@ -107,14 +107,14 @@ class DiskFile:
         os.close(self._descriptor)
 
     def _use_cache(self) -> bool:
-        """Switch from direct I/O to the page cache; return whether direct I/O was in use."""
+        """Switch from direct I/O to the page cache; return whether direct I/O was in use before."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)
 
 
 class LocalFiles:
-    """The files of this machine's file systems; see :class:`.Files`."""
+    """Opens and creates files in file systems of this machine; see :class:`.Files`."""
 
     remote = False
     root: str

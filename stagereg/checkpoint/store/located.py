@@ -1,4 +1,4 @@
-"""Finds the checkpoints at a path or URL of the user: a checkpoint directory or one checkpoint. Read-only."""
+"""Finds the checkpoints at a path or URL from the user, which names a checkpoint directory or one checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagereg.errors import CheckpointError, CorruptCheckpointError, listed
 
 @dataclass(frozen=True)
 class Located:
-    """The checkpoints of a store, highest step first, or ``one`` checkpoint; checked by manifest and sizes."""
+    """The results of checking all checkpoints of a directory, highest step first, or ``one`` checkpoint by its path."""
 
     store: CheckpointStore
     conditions: Sequence[VerificationResult]
@@ -25,10 +25,9 @@ class Located:
 
 
 def located(target: str, empty: bool = False, every_name: bool = False) -> Located:
-    """Return the checkpoints at a path or URL; with ``empty`` a directory may contain only unfinished saves.
+    """Return the checkpoints at a path or URL. ``empty``: a directory with only unfinished saves is accepted.
 
-    Directories that torch wrote are included if they are named like steps; with ``every_name``, whatever their name.
-
+    Checkpoints of plain torch are included if their directories are named ``step-N``, or all if ``every_name`` is set.
     Raises: ``CheckpointError`` if there is no checkpoint, or the path cannot be accessed; ``ConfigError``.
     """
     try:
@@ -50,7 +49,7 @@ def located(target: str, empty: bool = False, every_name: bool = False) -> Locat
 
 
 def nothing_in(target: str) -> str:
-    """Return the error message for a path or URL without a checkpoint."""
+    """Return the error message for a path or URL that contains no checkpoint."""
     store = open_store(target)
     others = [] if store.backend.remote else [each.name for each in store.of_torch(every=True)]
     if others:
@@ -60,7 +59,7 @@ def nothing_in(target: str) -> str:
 
 
 def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationResult]:
-    """Sort by the order of the saves, newest first; directories without a manifest may be newer, and come first."""
+    """Sort checkpoints by commit order, newest first. Checkpoints without a manifest may be newer, and come first."""
     own = [each for each in conditions if not each.writer]
     own.sort(key=lambda each: -each.manifest.serial if each.manifest else -inf)
     return with_those_of_torch(own, [each for each in conditions if each.writer])
@@ -69,7 +68,7 @@ def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationR
 def with_those_of_torch(
     own: Sequence[VerificationResult], of_torch: Sequence[VerificationResult]
 ) -> list[VerificationResult]:
-    """Insert directories that torch wrote into a newest-first list, by the time of writing and then by step."""
+    """Insert checkpoints of plain torch into the newest-first list ``own``, by the time of writing and then by step."""
 
     def age(each: VerificationResult) -> tuple[float, float]:
         return (inf, inf) if each.manifest is None else (each.manifest.time, each.manifest.step)
@@ -82,7 +81,7 @@ def with_those_of_torch(
 
 
 def conditions(store: CheckpointStore) -> list[VerificationResult]:
-    """Check each checkpoint of a store by manifest and sizes; return the results, highest step first."""
+    """Check the manifest and file sizes of each checkpoint in a store; return the results, highest step first."""
     complete, damaged = store.checkpoints()
     return sorted([*(VerificationResult(one.path, one.manifest) for one in complete), *damaged], key=_falling)
 
@@ -92,9 +91,9 @@ def _falling(each: VerificationResult) -> int:
 
 
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:
-    """Return the newest valid checkpoint, and the newer invalid checkpoints; ``verify`` reads all content.
+    """Return the newest valid checkpoint, and the newer invalid checkpoints. ``verify``: compare all checksums.
 
-    ``reading`` holds a lease that prevents its deletion. Raises: ``CheckpointError``, ``ConfigError``.
+    No run deletes the checkpoint before ``reading`` is closed. Raises: ``CheckpointError``, ``ConfigError``.
     """
     found = located(target)
     passed: list[VerificationResult] = []
@@ -108,13 +107,13 @@ def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationR
         reading.close()
         passed.append(condition)
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
-        return newest(target, verify, reading)  # a run has replaced the checkpoints meanwhile
+        return newest(target, verify, reading)  # a run has committed new checkpoints meanwhile
     every = "\n".join(f"{each.path}: {each}" for each in passed)
     raise CorruptCheckpointError(f"There is no valid checkpoint in {target}:\n{every}")
 
 
 def path_of(store: CheckpointStore, checkpoint: Checkpoint) -> str | None:
-    """Return the current path of a checkpoint, which may have got its plain name; ``None`` if it was deleted."""
+    """Return the current path of a checkpoint, which a run may have renamed, or ``None`` if it was deleted."""
     folder, _, name = checkpoint.path.rpartition("/")
     for path in (checkpoint.path, f"{folder}/{plain_name(name)}"):
         found = store.look(path)

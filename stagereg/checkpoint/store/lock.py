@@ -1,10 +1,10 @@
-"""The lock that lets one run at a time write to a directory, and its owner.
+"""The lock of a checkpoint directory, which ensures that only one run at a time writes there.
 
-The run that writes locks the file ``.lock`` (``fcntl.lockf``), which contains the owner. A POSIX record lock is
-released when its process ends, is not inherited by forked children, and works across machines, on NFS and on cluster
-file systems. ``flock`` works only within one machine on some of these, such as GPFS.
+The run locks the file ``.lock`` with ``fcntl.lockf``, and writes the owner of the lock into the file. The kernel
+releases such a POSIX record lock when the process ends. Forked children do not inherit the lock, and it works across
+machines, on NFS and on cluster file systems. ``flock`` works only within one machine on some of these, such as GPFS.
 
-A process loses such a lock as soon as it closes any descriptor of the file, so no other code may open ``.lock``.
+A process loses a POSIX lock when it closes any descriptor of the file, so no other code may open ``.lock``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _COMMAND_LENGTH = 120
 _OWNER_BYTES = 1 << 16
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links, do not wait for pipes
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links, do not block on a named pipe
 
 _log = logging.getLogger(__name__)
-_held: dict[str, Owner] = {}  # locks that this process holds or is taking, by real path or URL
+_held: dict[str, Owner] = {}  # locks that this process holds or is acquiring, by real path or URL
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a directory lock, as its process recorded it.
+    """The owner of a directory lock, as recorded in the lock file.
 
     Attributes:
         pid: the process ID; 0 if unknown.
@@ -66,7 +66,7 @@ class Owner:
 
     @property
     def process(self) -> str:
-        """A text with the process ID and the host."""
+        """The process ID and the host, for messages."""
         return f"process {self.pid} on {self.host}"
 
     @classmethod
@@ -75,7 +75,7 @@ class Owner:
 
     @classmethod
     def parse(cls, who: Mapping[str, Any]) -> Owner:
-        """Parse the record of an owner. Raises any error if the record has another format or is half written."""
+        """Parse the record in a lock file. Any exception may be raised if the record is invalid or partly written."""
         host, command = (text if text.isprintable() else ascii(text) for text in (who["host"], who["command"]))
         owner = cls(int(who["pid"]), host, float(who["since"]), command)
         str(owner)  # raises if ``since`` is not a valid time
@@ -83,16 +83,16 @@ class Owner:
 
 
 class StoreLock:
-    """The lock of a checkpoint directory for one object of this process, taken by the constructor. A context manager.
+    """The lock of a checkpoint directory. The constructor acquires the lock. A context manager.
 
-    Garbage collection releases the lock. Interpreter shutdown does not, because the last save may end later. On a file
-    system without locks, one warning is logged, and only other checkpointers of this process are locked out.
+    Garbage collection releases the lock. Interpreter shutdown does not, because the last save may finish later. If the
+    file system does not support locks, a warning is logged, and only Checkpointers in this process exclude each other.
 
-    Raises ``OSError``, and ``CheckpointError`` if another run holds the lock for ``patience`` seconds.
+    Raises: ``OSError``; ``CheckpointError`` if another run still holds the lock after ``patience`` seconds.
     """
 
     _look_s = 0.05
-    _process = 0  # the process that holds the lock; a forked child has this object, but not the lock
+    _process = 0  # ID of the process that holds the lock; forked children do not hold it
 
     def __init__(self, root: str | os.PathLike[str], patience: float = LOCK_TIMEOUT_S) -> None:
         self.root, self._key, mine = os.fspath(root), _key(root), Owner.ourselves()
@@ -120,7 +120,7 @@ class StoreLock:
         return bool(self._process)
 
     def check(self) -> None:
-        """Raise an error if the lock is lost. Thread-safe. Raises: ``CheckpointError``, ``OSError``."""
+        """Check that this run still holds the lock. Thread-safe. Raises: ``CheckpointError`` if not; ``OSError``."""
         if not self._process:
             raise CheckpointError(f"This run has released the lock of {self.root}, so it must not write there.")
         if self._is_ours():
@@ -152,11 +152,11 @@ class StoreLock:
             self.release()
 
     def _take(self, waited: float) -> bool:
-        """Try to take the lock, after ``waited`` seconds. Raises an error if waiting longer is useless."""
+        """Try to acquire the lock, after ``waited`` seconds; raise an exception if further tries cannot succeed."""
         return self._make()
 
     def _make(self) -> bool:
-        """Take the lock and return True; return False if another process holds it or has just deleted the file."""
+        """Acquire the lock; return False if another process holds the lock or has just deleted the file."""
         self._close()
         try:
             self._descriptor = open_or_make(self._path, os.O_RDWR | os.O_CREAT | _FLAGS)
@@ -168,7 +168,7 @@ class StoreLock:
         ours = False
         try:
             ours = self._is_ours()
-            if ours and os.fstat(self._descriptor).st_nlink > 1:  # a write would change the file under its other name
+            if ours and os.fstat(self._descriptor).st_nlink > 1:  # writing would change a hard-linked file
                 os.unlink(self._path)
                 return self._make()
         finally:
@@ -182,7 +182,7 @@ class StoreLock:
         return ours
 
     def _share(self) -> None:
-        """Give write permission to users who may read and delete the file, because a killed run leaves the file."""
+        """Let other users of the directory write to the file, because it remains if this run is killed."""
         with contextlib.suppress(OSError):  # another user owns the file, or the file system has no modes
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0
@@ -195,7 +195,7 @@ class StoreLock:
         if self._descriptor < 0:
             return False
         try:
-            # No effect if the lock is held. If this process lost it by closing the file elsewhere, it locks again.
+            # If this process holds the lock, the call has no effect. If it has lost the lock, the call locks again.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
@@ -206,12 +206,12 @@ class StoreLock:
         return _is_at(self._descriptor, self._path)
 
     def _other(self) -> Owner:
-        """Return the process that has taken the lock instead of this one."""
+        """Return the owner of the lock if another process holds it."""
         return _other(self._path) or Owner()
 
     def _release(self) -> None:
         if _is_at(self._descriptor, self._path):
-            # Before unlocking, so that a process that waits with this file open detects the deletion and opens another.
+            # Delete before unlocking: a waiting process that has this file open then detects the deletion.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         self._close()
@@ -219,7 +219,7 @@ class StoreLock:
     def _close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor = -1  # another file may reuse the number
+        self._descriptor = -1  # another file may get the same descriptor
 
     @property
     def _to_read(self) -> str:
@@ -233,12 +233,12 @@ class StoreLock:
 
 
 def holder(root: str | os.PathLike[str]) -> Owner | None:
-    """Return the current owner of a local directory's lock, or ``None``. Does not wait or lock."""
+    """Return the owner of a local directory's lock, or ``None`` if it is not locked. Returns immediately."""
     return _held.get(_key(root)) or _other(os.path.join(root, LOCK))
 
 
 def _other(path: str) -> Owner | None:
-    """Return the process that has locked the file; this process must not have the file open."""
+    """Return the process that holds the lock on the file, or ``None``. This process must not have the file open."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -252,7 +252,7 @@ def _other(path: str) -> Owner | None:
     return None
 
 
-@functools.cache  # once a process
+@functools.cache  # one warning per process and argument
 def _warn_no_locks(root: str, why: str) -> None:
     text = "stagereg: the file system of %s does not support locks (%s). Let only one run at a time write there."
     _log.warning(text, root, why)
@@ -263,7 +263,7 @@ def _key(root: str | os.PathLike[str]) -> str:
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Return whether an open file is still the file at ``path``, which may have been deleted or replaced."""
+    """Return whether ``path`` still names the open file, which may have been deleted or replaced."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:

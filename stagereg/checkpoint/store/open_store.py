@@ -1,4 +1,4 @@
-"""Opens the checkpoint store of a path or URL."""
+"""Opens the checkpoint store at a path or URL."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from stagereg.errors import ConfigError
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a URL outside this machine's file systems."""
+    """Return whether ``path`` is a URL other than a ``file://`` URL."""
     return isinstance(path, str) and "://" in path and not path.startswith(FILE_URL)
 
 
 def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
-    """Return the store of a path or URL, without access to disk or network. Raises: ``ConfigError``."""
+    """Return the checkpoint store at a path or URL. Does not access disk or network. Raises: ``ConfigError``."""
     return CheckpointStore(backend_of(dir))
 
 
 def backend_of(path: str | os.PathLike[str]) -> Backend:
-    """Return the backend of a path or URL, without access to disk or network. Raises: ``ConfigError``."""
+    """Return the storage backend for a path or URL. Does not access disk or network. Raises: ``ConfigError``."""
     if not (isinstance(path, str) and is_url(path)):
         return Directory(local_path(path))
     for each in providers("backends"):
@@ -35,12 +35,12 @@ def backend_of(path: str | os.PathLike[str]) -> Backend:
 
 
 def local_part(path: str | os.PathLike[str]) -> Path | None:
-    """Return the absolute local path of a path or URL; ``None`` for a URL outside this machine's file systems."""
+    """Return the absolute path of a path or ``file://`` URL, and ``None`` for any other URL."""
     return None if is_url(path) else local_path(path)
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
-    """Return the store that contains the directory of a checkpoint, or a ``latest``. Raises: ``ConfigError``."""
+    """Return the store that contains the given checkpoint, or the given link ``latest``. Raises: ``ConfigError``."""
     if isinstance(checkpoint, str) and is_url(checkpoint):
         above = checkpoint.rstrip("/").rpartition("/")[0]
         return open_store(above if above.partition("://")[2].strip("/") else checkpoint)
@@ -48,5 +48,5 @@ def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
 
 
 def path_or_url(path: str) -> Path | str:
-    """Return a path of a store in the form for users: a ``Path``, or a URL as text."""
+    """Convert a path from a store to the form for users: a ``Path``, or a URL as a string."""
     return path if is_url(path) else Path(path)

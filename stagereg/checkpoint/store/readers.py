@@ -1,8 +1,8 @@
-"""Leases of readers, which prevent the writing run from deleting a checkpoint that is being read.
+"""Read leases, which prevent a training run from deleting a checkpoint while another process reads it.
 
-A reader writes a lease next to the checkpoint, ``.reading.step-00000100.TOKEN``. The run lists the leases before it
-hides old checkpoints. It lists them again when all are hidden, and makes the checkpoints that are being read visible
-again; a later save deletes them. A reader without write permission in the directory has no lease.
+A reader writes a lease file next to the checkpoint, ``.reading.step-00000100.TOKEN``. The run lists the leases before
+it hides old checkpoints, and again afterwards. If a hidden checkpoint is being read, the run makes it visible again,
+and a later save deletes it. A reader without write permission in the directory cannot have a lease.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 class Readers:
-    """The leases of the readers of checkpoints in a store."""
+    """Creates read leases on the checkpoints of a store, and lists the leases of all processes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # leases with the time of their last change
+        self._leases: dict[tuple[str, LeaseRecord], float] = {}  # time of the first listing with this content
 
     @contextlib.contextmanager
     def read_lease(self, path: str) -> Generator[None, None, None]:
-        """Hold a lease on the checkpoint at ``path`` until the block ends or the generator is freed."""
+        """Hold a lease on the checkpoint at ``path`` until the ``with`` block ends."""
         folder, _, name = self._backend.resolve(path).rpartition("/")
         if step_of(name) is None:
             yield
@@ -49,9 +49,9 @@ class Readers:
             lease.end()
 
     def found(self, delete: bool = False) -> dict[str, list[LeaseRecord]]:
-        """Return the current leases by checkpoint name; ``delete`` deletes expired leases, and requires the lock.
+        """Return the current leases by checkpoint name. ``delete``: delete expired leases, which requires the lock.
 
-        A lease expires when its process on this machine ends, or when it has not changed for a minute.
+        A lease expires if its process on this machine has ended, or if the file has not changed for a minute.
         """
         now, root = time.monotonic(), self._backend.root
         there = [self._lease(name) for name in self._backend.list(root) if _being_read(name)]
@@ -65,7 +65,7 @@ class Readers:
         return found
 
     def _lease(self, name: str) -> tuple[str, LeaseRecord] | None:
-        """Return a lease with its name; ``None`` if the file is not a lease."""
+        """Return the file name and the content of a lease, or ``None`` if the file is not a regular file."""
         path = f"{self._backend.root}/{name}"
         try:
             return name, LeaseRecord.loads(self._backend.read(path))
@@ -77,17 +77,17 @@ class Readers:
 
 
 def reader_name(checkpoint: str) -> str:
-    """Return the file name of a new lease on the checkpoint directory named ``checkpoint``."""
+    """Return a file name for a new lease on the checkpoint with the given name."""
     return f"{_PREFIX}{checkpoint}.{new_token()}"
 
 
 def _being_read(name: str) -> str | None:
-    """Return the checkpoint name in the name of a lease file, even during a renewal; ``None`` for other names."""
+    """Return the checkpoint that a lease file protects, or ``None`` if ``name`` is not the name of a lease file."""
     name = temporary_of(name) or name
     checkpoint, _, token = name.removeprefix(_PREFIX).rpartition(".")
     return checkpoint if name.startswith(_PREFIX) and token and step_of(checkpoint) is not None else None
 
 
-@functools.cache  # once a process
+@functools.cache  # one message per process and argument
 def _log_without(root: str, why: str) -> None:
     _log.debug("Checkpoints in %s are read without a lease: %s", root, why)

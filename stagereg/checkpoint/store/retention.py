@@ -1,8 +1,8 @@
 """Retention: selects the checkpoints that a run retains, and deletes the others.
 
-A checkpoint is first hidden atomically, and deleted later by :meth:`Retention.clear`. A checkpoint that is being read,
-or that ``latest`` points to, remains until a later save. A step that is saved again replaces its old checkpoint, and
-gets the plain name when that name is free.
+A checkpoint is first hidden by an atomic rename, and deleted later by :meth:`Retention.clear`. A checkpoint that is
+being read, or that ``latest`` points to, remains until a later save. If a step is saved again, its directory name has a
+token (random suffix) at first. When the old checkpoint is deleted, the new one gets the plain name, ``step-N``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """The retention of the run that holds the lock.
+    """Selects and deletes checkpoints for the run that holds the lock.
 
     Attributes:
-        distrusted: full paths of checkpoints that look complete, but are corrupt or quarantined. They are not counted
-            and not deleted.
-        spared: full paths of checkpoints of an earlier run. They are not counted, and not deleted before this run
-            reaches their step.
-        check: raises if the lock of the store is lost; called before each checkpoint is hidden.
+        distrusted: paths of checkpoints that look complete, but are corrupt or quarantined. The rules do not count or
+            delete these checkpoints.
+        spared: paths of checkpoints from an earlier run. The rules do not count these checkpoints, and do not delete
+            a checkpoint before this run reaches the same step.
+        check: called before each checkpoint is hidden; raises an exception if this run has lost the lock.
     """
 
     def __init__(self, backend: Backend, readers: Readers) -> None:
@@ -44,14 +44,14 @@ class Retention:
         self.check: Callable[[], object] = lambda: None
         self._backend, self._readers = backend, readers
         self._why: dict[str, str] = {}  # reasons why checkpoints were retained in the last save, by path
-        self._explains = True  # whether the file with the reasons exists, or may exist
-        self._again: set[int] = set()  # existing steps that this run has saved again
-        self._hidden: list[tuple[VerificationResult, str]] = []  # with their hidden paths; readers may use them
-        self._out_of_sight: list[str] = []
+        self._explains = True  # whether the file with the reasons may exist
+        self._again: set[int] = set()  # steps that were saved again, and still need plain names
+        self._hidden: list[tuple[VerificationResult, str]] = []  # may still be read; with hidden paths
+        self._out_of_sight: list[str] = []  # hidden paths for :meth:`clear` to delete
         self._warned: set[str] = set()
 
     def kept(self) -> dict[str, str]:
-        """Return the reasons why checkpoints were retained in the last save, by name; empty if all are the newest."""
+        """Map checkpoint names to the reasons why the last save retained them; empty if all reasons are "newest"."""
         path = f"{self._backend.root}/{KEPT}"
         try:
             read = json.loads(self._backend.read(path))
@@ -65,20 +65,20 @@ class Retention:
     def retire(
         self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
     ) -> list[VerificationResult]:
-        """Hide the checkpoints of ``before`` that ``made`` makes obsolete; return the others and ``made``."""
+        """Hide the checkpoints ``before`` that are obsolete after the commit of ``made``; return all that remain."""
         if not self._backend.in_place and made.name != plain_name(made.name):
             self._again.add(made.manifest.step)
         self._why, old = self._choose(before, made, keep)
         return [*self._remove(before, old), VerificationResult(made.path, made.manifest)]
 
     def use_plain_names(self, there: list[VerificationResult]) -> dict[str, str]:
-        """Give steps that were saved again their plain names, if these are free; return the new paths by the old paths.
+        """Rename steps that were saved again to ``step-N``, if that name is free; map the old paths to the new paths.
 
-        ``latest`` and readers find a complete checkpoint at any time. Also records why checkpoints are retained.
+        ``latest`` points to a complete checkpoint at any time. Also record why checkpoints are retained.
         """
         plain: dict[str, str] = {}
         named = []
-        for each in self.trusted(there):  # the last commit of a step comes first
+        for each in self.trusted(there):  # if a step has two checkpoints, the newer gets the name
             try:
                 path = self._backend.link(each)
             except OSError as error:
@@ -97,7 +97,7 @@ class Retention:
         return plain
 
     def settle(self, lock: StoreLock) -> None:
-        """Give steps that this run has saved again their plain names, if readers have prevented this so far."""
+        """At the end of a run, rename steps that were saved again to ``step-N``, if a reader prevented this earlier."""
         if self._again:
             lock.check()
             found = [each for each in conditions(self._backend) if each.step in self._again]
@@ -105,12 +105,12 @@ class Retention:
             self.clear()
 
     def clear(self) -> None:
-        """Delete the hidden checkpoints, which are no longer retained."""
+        """Delete the files of the hidden checkpoints."""
         while self._out_of_sight:
             self._backend.discard(self._out_of_sight.pop())
 
     def pointed(self) -> str:
-        """Return the name of the directory that ``latest`` points to, or ``"latest"`` if it does not exist."""
+        """Return the name of the directory that ``latest`` points to, or ``"latest"`` if the link does not exist."""
         return self._backend.resolve(f"{self._backend.root}/{LATEST}").rpartition("/")[2]
 
     def trusted(self, found: list[VerificationResult]) -> list[Checkpoint]:
@@ -120,7 +120,7 @@ class Retention:
     def _choose(
         self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
     ) -> tuple[dict[str, str], Collection[str]]:
-        """Return the retained checkpoints with the reasons, and the paths to hide, including replaced checkpoints."""
+        """Return the paths of the retained checkpoints with the reasons, and the paths of the checkpoints to hide."""
         step = made.manifest.step
         self.distrusted.discard(made.path)
         spared = self.spared & {each.path for each in before if each.step is not None and each.step > step}
@@ -128,14 +128,14 @@ class Retention:
         replaced = _replaced(before, trusted) - spared | {each.path for each in before if each.step == step}
         counted = [each for each in trusted if each.path not in replaced | spared]
         why = keep.select([made, *counted], {each.path: each.manifest.metrics for each in [made, *counted]})
-        if isinstance(keep, Keep):  # a custom rule logs its own warnings
+        if isinstance(keep, Keep):  # a custom rule has its own warnings
             for text in keep.warnings(made, [each for each in counted if each.path not in why]):
                 self._warn_once(text)
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old
 
     def _remove(self, before: list[VerificationResult], old: Collection[str]) -> list[VerificationResult]:
-        """Hide the checkpoints at the paths ``old`` that are not being read; return the others of ``before``."""
+        """Hide each checkpoint with a path in ``old`` that is not being read; return the visible ones of ``before``."""
         if not old:
             return before
         read = self._readers.found(delete=True)
@@ -155,7 +155,7 @@ class Retention:
         return [each for each in before if each.path not in gone]
 
     def _is_ours(self, each: VerificationResult) -> bool:
-        """Return whether a directory is or was a checkpoint; a user's own directory may have the name of a step."""
+        """Return whether a directory contains checkpoint files; a user's directory may also be named ``step-N``."""
         there = {MANIFEST} if each.manifest is not None else self._backend.list(each.path).keys()
         if there and not _FILES & there:
             where = self._backend.root
@@ -164,9 +164,9 @@ class Retention:
         return True
 
     def _bring_back(self) -> set[str]:
-        """Make hidden checkpoints that are being read visible again; return the former paths of the others.
+        """Make hidden checkpoints visible again if they are being read; return the former paths of all others.
 
-        One listing finds all readers. If the listing fails, the next removal tries again.
+        If listing the leases fails, the next call tries again.
         """
         read = self._readers.found() if self._hidden else {}
         gone = set()
@@ -180,14 +180,14 @@ class Retention:
         return gone
 
     def _explain(self) -> None:
-        """Write the file with the reasons why checkpoints are retained, unless all of them are the newest."""
+        """Write the reasons why checkpoints are retained to a file; delete the file if all reasons are "newest"."""
         explains = set(self._why.values()) != {"newest"}
         names = {os.path.basename(path): text for path, text in self._why.items()}
         if explains or self._explains:
             try:
                 self._backend.replace(KEPT, json.dumps(names, indent=1).encode() if explains else b"")
                 self._explains = explains
-            except OSError as error:  # only users read the file
+            except OSError as error:  # not an error, because the file is only for users
                 self._warn_once(f"Cannot record in {self._backend.root} why checkpoints are retained: {error}")
 
     def _warn_once(self, text: str) -> None:
@@ -198,11 +198,11 @@ class Retention:
 
 
 def _replaced(found: list[VerificationResult], by: list[Checkpoint]) -> set[str]:
-    """Return the paths of checkpoints that a later one of the same step in ``by`` (newest first) replaces."""
+    """Return the paths of checkpoints that are replaced by a newer checkpoint of the same step in ``by``."""
     last: dict[int | None, Checkpoint] = {each.manifest.step: each for each in reversed(by)}
 
     def is_older(each: VerificationResult, than: Checkpoint) -> bool:
-        if each.manifest is None:  # a name has a token if the plain name was taken
+        if each.manifest is None:  # the older save of a step has the plain name
             return each.name == plain_name(than.name)
         return each.path != than.path and each.manifest.order <= than.manifest.order
 

@@ -1,7 +1,7 @@
-"""Refuses the checkpoint directory of another sweep job, because resuming from it would mix two combinations.
+"""Prevents a Hydra sweep job from resuming in another job's directory, which would mix two combinations of overrides.
 
-Rank 0 records the job, its combination of overrides and its sweep in ``.sweep-job.json``. A job with the same
-combination resumes as usual, also in another sweep.
+Rank 0 records the sweep, the job number and the combination of overrides in ``.sweep-job.json``. A job with the same
+combination resumes as usual, even in another sweep.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from stagereg.errors import MALFORMED, CheckpointError
 
 
 def expect_own_job(store: CheckpointStore, resume: str) -> None:
-    """Raise ``CheckpointError`` if another job of a sweep has used the directory, unless the user asked to resume.
+    """Raise ``CheckpointError`` if another sweep job has used the directory, unless the user gave ``resume``.
 
-    A job is another job if it has another combination, or another number in the same sweep.
+    Another job is a job with another combination of overrides, or with another number in the same sweep.
     """
     own = _own_job()
     noted: dict[str, str] | None = None
@@ -46,13 +46,13 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
 
 
 def note_job(store: CheckpointStore) -> None:
-    """Record this sweep job as the user of the directory, which must be locked."""
+    """Record in the directory that this sweep job uses it. The directory must be locked."""
     if (own := _own_job()) is not None:
         store.backend.replace(SWEEP_JOB, f"{json.dumps(own)}\n".encode())
 
 
 def _own_job() -> dict[str, Any] | None:
-    if "hydra.core.hydra_config" not in sys.modules:  # without Hydra, save the import time of 0.3 s
+    if "hydra.core.hydra_config" not in sys.modules:  # importing Hydra takes 0.3 s
         return None
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
