@@ -1,11 +1,11 @@
-"""Writes a copy from all ranks to one target and commits it. The ranks exchange messages with rank 0 twice:
+"""Writes a staged copy to one save target and commits it. The ranks exchange messages with rank 0 twice:
 
-1. Before the files are written: when a rank has staged, it sends its plan of writes; rank 0 answers which rank writes
-   which values. So no rank writes files if another rank could not stage, and no two ranks write the same values. The
-   ranks may compare replicas in an earlier exchange (:class:`.ReplicaSave`).
+1. Before the files are written: each rank that has staged sends its write plan; rank 0 replies with the values that the
+rank must write. So no rank writes files if another rank could not stage, and no two ranks write the same values. The
+ranks may compare replicas in an earlier exchange (:class:`.ReplicaSave`).
 2. After the files are written: every rank sends the names, sizes and checksums of its files; rank 0 writes the
-   metadata, commits, and answers. So no checkpoint is committed with files missing, and every rank knows the result of
-   the save.
+metadata, commits, and replies. So no checkpoint is committed with files missing, and every rank knows the result of the
+save.
 
 A failure on any rank fails the write on all ranks and deletes the hidden directory. Each rank releases the copy as soon
 as its files are written.
@@ -65,7 +65,7 @@ class _Prepared(NamedTuple):
     follows: bool = False
     taken: Mapping[str, int] = {}
     asks: bool = False  # whether the ranks must compare replicas first
-    post: Any = None  # the message of this rank's replicas
+    post: Any = None  # this rank's message for comparing replicas
     digests: Mapping[str, bytes] = {}  # digests of the structures of the rank's entries
 
 
@@ -78,11 +78,11 @@ class _RankFiles(NamedTuple):
 
 
 def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | None:
-    """Write a copy to a target and commit it. Collective; called on the thread of the target.
+    """Write a copy to a target and commit the checkpoint. Collective. Called on the thread of the target.
 
     Returns:
-        The time when all ranks had staged (``record.now``), and the bytes of this rank's files; ``None`` if the target
-        skips the save, or if a target that is not required has failed.
+        The time when all ranks had staged (``record.now``), and the size of this rank's files in bytes. ``None`` if the
+            target skips the save, or if the save to an optional target has failed.
 
     Raises:
         CheckpointError: on all ranks, if the write failed on any.
@@ -122,17 +122,17 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
 
 
 class _Work:
-    """One write, on the thread of its target: all ranks call :meth:`prepare` and :meth:`write`, and rank 0 answers.
+    """Writes one copy on its target's thread. All ranks call :meth:`prepare` and :meth:`write`; rank 0 replies to both.
 
-    ``prepared`` is the copy that the first target has prepared; ``None`` for the first target.
+    ``prepared``: the copy as the first target has prepared it; ``None`` if this is the first target.
     """
 
-    own: RankEntries  # the values of this rank for each entry
+    own: RankEntries  # this rank's values of all entries
     entries: dict[str, Any]  # the entries that this rank writes
-    parts: Mapping[str, Part | None]  # offsets of tensors that are shards
+    parts: Mapping[str, Part | None]  # for each tensor that is a shard: its offsets in the whole tensor
     asked: Asked  # the structures that rank 0 requests from this rank
-    _plans: list[SavePlan]  # the plan of this rank, in the form that is sent
-    _more: list[SavePlan]  # the same plan, if it was not sent before the files were written
+    _plans: list[SavePlan]  # this rank's plan, in the form that is sent to rank 0
+    _more: list[SavePlan]  # the same plan, if rank 0 did not receive it before the files were written
     _results: list[WriteResult]
 
     def __init__(self, write: Write, cache: ExchangeCache, prepared: PreparedCopy | None = None) -> None:
@@ -178,7 +178,7 @@ class _Work:
         return began, nbytes
 
     def prepare(self) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        """Return this rank's message after staging, with its plan or with the replicas to compare."""
+        """Return this rank's message to rank 0 after staging, with its plan or with the replicas to compare first."""
         request, copy = self._write.request, self._write.copy
         if request.missed:
             return _Prepared(request.step, False), (), ()
@@ -222,7 +222,7 @@ class _Work:
         is_first = self._ranks.rank == 0
         self.planner.parts = self.parts
         self.planner.set_up_planner(entries, storage.storage_meta(), is_first)
-        takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # as torch does
+        takes_more = "kwargs" in inspect.signature(storage.set_up_storage_writer).parameters  # like torch
         more = {"rank": self._ranks.rank, "use_collectives": True} if takes_more else {}
         storage.set_up_storage_writer(is_first, **more)
         plan = storage.prepare_local_plan(self.planner.create_local_plan())
@@ -235,14 +235,14 @@ class _Work:
         return self._sent(post), (*self._plans, (write.request.follows, self.own.kinds)), ()
 
     def _nbytes(self, copy: Mapping[str, Any], leaves: Iterable[Any]) -> int:
-        """Return the bytes of tensor data in a copy, without this rank's random number generators."""
+        """Return the bytes of tensor data in a copy, without the states of this rank's random number generators."""
         own: Mapping[str, torch.Tensor] = copy.get(rng_name(self._ranks.number), {})
         return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
 
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
-        """Return for each rank its plan, or ``None`` to reuse the previous plan, and the structures that it must send.
+        """Return rank 0's reply to each rank: its plan (``None``: reuse the previous one), and the structures to send.
 
-        If the ranks compare replicas first, return the result of the comparison for each rank instead.
+        If the ranks must compare replicas first, each reply is the result of the comparison instead.
         """
         steps = [each.step for each in prepared]
         _expect_all_called(self._write.request.step, prepared)
@@ -254,7 +254,7 @@ class _Work:
         replicas, posts = self._write.copy.replicas, [each.post for each in prepared]
         if all(each.asks for each in prepared):
             return replicas.answer(posts, [each for [each] in lasting or ()])
-        # The first rank stores replicated numbers. They are stale on ranks that have left their loop, which come last.
+        # The first rank stores replicated numbers. Ranks that have left their loop come last: their numbers are stale.
         self._follows = [rank for rank, each in enumerate(prepared) if each.follows]
         self._order = sorted(range(len(prepared)), key=lambda rank: prepared[rank].follows)
         if self._write.is_first:
@@ -280,7 +280,7 @@ class _Work:
         self._more = self._plans if dealt is None else []
         if dealt is not None:
             self._cache.dealt = from_numbers(dealt, join_plans(self._plans))
-            self._cache.results.forget()  # the same places may now have values of another dtype
+            self._cache.results.forget()  # the same offsets may now have values of another dtype
 
     def write(self) -> tuple[_RankFiles, Sequence[Any], Sequence[Any]]:
         """Write this rank's files, and release the copy."""
@@ -294,10 +294,10 @@ class _Work:
         self.planner.state_dict = {}
         confirm = write.copy.confirmation()
         self._release_copy()
-        # The digests of rank 0 are sent with the metadata.
+        # Rank 0 computes the digests of its files in commit().
         marks = self._to.marks(self._path, self._results) if self._ranks.rank > 0 else {}
         failpoint("written")
-        write.at = "waiting until no operation can have written the state meanwhile"
+        write.at = "waiting for the proof that the state did not change during the copy"
         confirm()
         write.at = WAITING_FOR_OTHERS
         return _RankFiles(marks, self.own.structures_for(self.asked), digests), (tuple(self._results),), self._more
@@ -307,7 +307,7 @@ class _Work:
         return self._to.read_back is not None and not self._cache.was_read_back
 
     def _release_copy(self) -> None:
-        """Release the copy. Raises: the error of the training loop, if it has failed to stage."""
+        """Release the copy. Raises: the error of the training loop, if staging has failed there."""
         write, copy = self._write, self._write.copy
         if write.is_first:
             copy.get()
@@ -357,7 +357,7 @@ def _expect_all_called(step: int, prepared: Sequence[_Prepared]) -> None:
 
 
 def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
-    """Raise ``RankMismatchError`` if the ranks have taken different steps, after some rank has left its loop."""
+    """Raise ``RankMismatchError`` if a rank has left its loop, and the step counts of the ranks' optimizers differ."""
     if not any(each.follows for each in prepared):
         return
     for name in sorted({name for each in prepared for name in each.taken}):
@@ -372,7 +372,7 @@ def _expect_all_up_to_date(prepared: Sequence[_Prepared]) -> None:
 
 
 def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int]) -> Sequence[Sequence[SavePlan]]:
-    """Remove from the plans of ranks that have left their loop the tensors that other ranks have too."""
+    """Remove a tensor from the plans of ranks that have left their loop, if other ranks have the tensor too."""
     if not follows:
         return given
     active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)

@@ -1,4 +1,4 @@
-"""Failures of saves, stored until a call raises them, or logged immediately.
+"""Stores the failures of saves until a call raises them, or logs them immediately.
 
 At the end of the job or process, :mod:`stagereg.base.shutdown` reports each failure that no call has raised. If
 failures are warnings, it reports only whether the last save has failed.
@@ -28,7 +28,7 @@ class Failures:
         warns: whether failures are logged instead of raised.
         first: whether this rank logs the events that concern all ranks.
         describe_newest: returns a sentence about the newest valid checkpoint.
-        where: the directory of the saves. A save there clears the failure of an earlier checkpointer in this process.
+        where: the directory of the saves. The next save in it clears a failure of an earlier checkpointer.
     """
 
     def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str], where: str = "") -> None:
@@ -43,7 +43,7 @@ class Failures:
         return bool(self._kept)
 
     def keep_failure(self, step: int, failure: CheckpointError, everywhere: bool = True) -> None:
-        """Store or log the failure of a save. Only the first rank warns of a failure on all ranks (``everywhere``)."""
+        """Store the failure of a save, or log it. If all ranks failed (``everywhere``), only the first rank warns."""
         self.last = failure
         self.set_status(step)
         if self.warns:
@@ -62,19 +62,19 @@ class Failures:
             raise failures[0]
 
     def log_after(self, failure: BaseException, known: BaseException) -> None:
-        """Log a failure that follows ``known`` and that no call raises. Only the first rank logs a common reason."""
+        """Log a failure that no call raises, after the error ``known``. Only the first rank logs the same reason."""
         text = describe_after(failure, known)
         if self._first or text == str(failure):
             _log.error("%s", text)
 
     def raise_or_warn(self, error: BaseException) -> None:
-        """Raise the error that kept this rank from staging; log the error if failures are warnings."""
+        """Raise the error that kept this rank from staging, or only log the error if failures are warnings."""
         if not self.warns or not isinstance(error, CheckpointError):
             raise error
         self._warn(error)
 
     def set_status(self, failed: int | None) -> None:
-        """If failures are warnings, report the failed step ``failed`` at the end of the process; ``None`` clears it."""
+        """If failures are warnings, report the failed step ``failed`` when the process exits; ``None`` cancels that."""
         if (earlier := _STATUS.pop(self._where, None)) is not None:
             shutdown.withdraw_error(earlier)
         if self.warns and failed is not None:

@@ -1,8 +1,8 @@
 """Repeats a save whose staged copy was discarded because the program changed the state during the copy.
 
-The exchange of that save reports the failure to all ranks. Immediately afterwards, on their save threads, the ranks
-agree on the step after which all of them save again: the first step that no rank has ended. The training thread of a
-rank does not end that step before the answer arrives. So all ranks save the same step, and none waits in another save.
+All ranks get the failure in the exchange of that save. Immediately afterwards, the save threads of the ranks agree on
+the step after which all ranks save again: the first step that no rank has ended. The training thread of a rank does not
+end that step before the ranks have agreed. So all ranks save the same step, and no rank waits in a different save.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class _Reached(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The decision of the ranks, the same on all of them."""
+    """The decision whether and when the ranks repeat the save. It is the same on all ranks."""
 
-    fails: bool = False  # the discarded save is an error
-    superseded: bool = False  # a newer save is under way
-    at: int | None = None  # the step to save after; ``None`` if the program calls ``save()`` and counts no steps
+    fails: bool = False  # the save cannot be repeated, so it is an error
+    superseded: bool = False  # a newer save has already begun
+    at: int | None = None  # the step after which to save; ``None``: at the program's next call of ``save()``
 
 
 class Retake:
-    """Determines the step at which this rank repeats a discarded save, the same on all ranks."""
+    """Determines the step at which this rank repeats a discarded save. The step is the same on all ranks."""
 
     def __init__(self, limit_s: float) -> None:
         self.pending: Request | None = None  # the discarded save to repeat
         self.failure: CheckpointError | None = None  # why the save was discarded
-        # Confirms complete copies. Called on the training thread, so no operation of torch runs there meanwhile.
+        # Confirms copies that are complete. The training thread calls it, so it runs no torch operation meanwhile.
         self.confirm: Callable[[], None] = lambda: None
-        self._steps = self._steps_at_save = 0  # steps of all optimizers of the process
+        self._steps = self._steps_at_save = 0  # optimizer steps in this process
         self._limit_s = limit_s
         self._at: int | None = None
         self._ended, self._saves = _NO_STEP, 0
-        self._closed_from: int | None = None  # the first step that must wait for the answer
+        self._closed_from: int | None = None  # the first step that must wait for the decision
         self._answered = threading.Event()
         self._lock = threading.Lock()
 
     def confirm_with(self, confirm: Callable[[], None]) -> None:
-        """Set the function ``confirm`` of a stager, and count the steps of optimizers from now on."""
+        """Set the function with which a stager confirms its copies, and begin to count optimizer steps."""
         self.confirm = confirm
         AFTER_STEPS.add(self._count_step)
 
@@ -63,14 +63,14 @@ class Retake:
         self._steps += 1
 
     def step_to_repeat(self) -> int | None:
-        """Return the step whose save was discarded, if no optimizer of the process has stepped since that step."""
+        """Return the step of the discarded save, or ``None`` if an optimizer of the process has stepped since then."""
         unchanged = self.pending is not None and self._steps == self._steps_at_save
         return self.pending.step if unchanged and self.pending is not None else None
 
     def due(self, step: int) -> bool:
         """Return whether to save again after ``step``. Called on the training thread once per step. Not collective.
 
-        Waits for other ranks only while the ranks agree on the step, which takes one exchange.
+        Waits only while the save threads agree on the step, which takes one exchange between the ranks.
         """
         with self._lock:
             waits = self._closed_from is not None and step >= self._closed_from
@@ -82,7 +82,7 @@ class Retake:
         return self._at is not None and step >= self._at
 
     def begin_save(self) -> tuple[int, bool]:
-        """Return the number of a save that begins, and whether it replaces a discarded one. Thread-safe."""
+        """Count a save that begins; return its number, and whether it replaces a discarded save. Thread-safe."""
         with self._lock:
             again = self.pending is not None
             self.pending = self.failure = self._at = None
@@ -93,9 +93,9 @@ class Retake:
     def save_again(
         self, save: Request, ranks: RankGroup, why: str, failure: WrittenWhileSavedError
     ) -> WrittenWhileSavedError | None:
-        """Schedule a repeat of ``save``, which all ranks have discarded; return ``failure`` if that is impossible.
+        """Schedule the repeat of ``save``, which all ranks have discarded. Return ``failure`` if that is impossible.
 
-        Collective, on the save thread. Raises nothing. Logs ``why``.
+        Collective. Called on the save thread. Raises no errors. Logs ``why``, the reason for discarding the save.
         """
         answer = self._agree(save, ranks, failure)
         if answer.fails:

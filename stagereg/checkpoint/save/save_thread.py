@@ -1,12 +1,12 @@
-"""The thread of one save target, which writes its saves one after the other.
+"""The thread of one save target. It writes the saves to the target one after the other.
 
 Each target has its own thread, so that saves to a local tier continue during a slow save to the checkpoint storage.
 
-At most two saves are in progress: one is written, and one waits. This fits a stager with two staged copies.
+At most two saves are in progress: one is being written, and one waits. This fits a stager with two staged copies.
 
 Failures (:mod:`.failures`) are stored without tracebacks, which would keep the staged memory alive. A save that takes
 longer than the timeout has failed, but blocks its thread until it ends, because a thread that waits for the storage
-cannot be terminated. So the thread is a daemon thread, and every wait here is limited by the timeout.
+cannot be terminated. So the thread is a daemon thread, and every wait for a save is limited by the timeout.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _IDLE_S = 1.0  # seconds between checks for requests that this rank has missed
 class SaveThread:
     """The thread of one target, and the results of its saves.
 
-    All methods are for the training thread, and for the shutdown of the process, which may run at the same time. A
-    forked child has no such thread, and no save in progress.
+    The training thread calls the methods; so does the shutdown of the process, which may run at the same time. In a
+    forked child, the thread does not exist, and no save is in progress.
 
     Args:
-        target: receives the saves; its schedule receives the age of each state when its checkpoint is complete.
+        target: receives the saves. Its schedule is notified of the age of each state when its checkpoint is complete.
         timeout: the timeout of one save, from the end of the previous save.
         warns: whether failures are logged instead of raised.
         stats: counts the saves, bytes and seconds.
-        retake: repeats discarded saves; without it a discarded save is an error.
+        retake: repeats discarded saves. If it is ``None``, a discarded save is an error.
         nearer: the threads of the targets before this one; messages also name their newest checkpoints.
     """
 
@@ -65,7 +65,7 @@ class SaveThread:
         retake: Retake | None = None,
         nearer: Sequence[SaveThread] = (),
     ) -> None:
-        self.newest: int | None = None  # step of the newest checkpoint in the target that this run knows to be valid
+        self.newest: int | None = None  # step of the target's newest checkpoint that is known to be valid
         describe = weakref.WeakMethod(self.describe_newest)  # a reference cycle would keep the thread running
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)(), target.where)
         self.stats = stats or CheckpointStats()
@@ -73,7 +73,7 @@ class SaveThread:
         self.target = target
         self.timeout_s = timeout.total_seconds()
         self._retake, self._nearer = retake, nearer
-        self._cache = ExchangeCache(target.repeats)  # used by the thread
+        self._cache = ExchangeCache(target.repeats)  # used only by the thread
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._look: Callable[[], Callable[[], None] | None] = lambda: None
@@ -95,21 +95,21 @@ class SaveThread:
         self.newest = step
 
     def listen(self, listener: Callable[[int], object]) -> None:
-        """Call ``listener`` on the thread with the step of each complete checkpoint, before its save ends."""
+        """Call ``listener`` on the thread with the step of each checkpoint that is complete, before its save ends."""
         self._listeners.append(listener)
 
     def wait_for_turn(self) -> None:
-        """Wait until another save may be staged: fewer than two are in progress, or one exceeds its timeout."""
+        """Wait until fewer than two saves are in progress, so that another may be staged, or until a save times out."""
         self.wait(_MOST_UNDER_WAY)
 
     def submit(self, write: Write) -> None:
-        """Queue a copy to be written after the earlier copies; :meth:`raise_failure` raises its failure."""
+        """Queue a copy, to be written after the earlier copies. If this fails, :meth:`raise_failure` raises."""
         self._start()
         self._under_way.append(write)
         self._queue.put(partial(self._write, write))
 
     def call_when_idle(self, look: Callable[[], None]) -> None:
-        """Call ``look``, a bound method that is referenced weakly, on the thread once a second while no save runs."""
+        """Call ``look`` on the thread once a second while no save runs. The bound method is referenced weakly."""
         self._look = weakref.WeakMethod(look)
         self._start()
 
@@ -124,7 +124,7 @@ class SaveThread:
             self._thread = thread
 
     def wait(self, most: int = 1) -> bool:
-        """Wait until fewer than ``most`` saves are in progress; return False if a save exceeds its timeout."""
+        """Wait until fewer than ``most`` saves are in progress. Return False if a save exceeds its timeout."""
         if self._retake is not None:
             self._retake.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
@@ -132,14 +132,14 @@ class SaveThread:
         return first is None or not first.late
 
     def finish(self) -> bool:
-        """Call :meth:`wait`, then wait until old checkpoints are deleted, at most for the timeout again."""
+        """Call :meth:`wait`, then wait until old checkpoints are deleted, for at most another timeout."""
         ended, until = self.wait(), time.monotonic() + self.timeout_s
         while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         return ended
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves of this thread have ended or failed; return False if one still runs at ``until``."""
+        """Wait until all saves of this thread have ended or failed. Return False if a save still runs at ``until``."""
         while self._first() is not None and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         return self._first() is None
@@ -165,18 +165,18 @@ class SaveThread:
         return f"The newest valid checkpoint is step {best.newest}, in {best.target.where}.{''.join(farther)}"
 
     def abandon(self) -> None:
-        """Prevent the saves that have not ended from committing."""
+        """Prevent all saves that are in progress from committing."""
         for save in self._under_way:
             save.abandoned = True
 
     def close(self) -> None:
-        """End the thread after its last save; a save that hangs commits nothing, even if it continues later."""
+        """End the thread. Saves that have not ended, for example because the storage hangs, will not commit."""
         for write in self._under_way:
             write.abandoned = True
         self._queue.put(None)
 
     def _first(self) -> Write | None:
-        """Return the first save that has not ended, if there is one; report the save if it exceeds its timeout."""
+        """Return the first save that has not ended, or ``None``. Store a failure if that save exceeds its timeout."""
         if os.getpid() != self._process:
             return None
         with self._lock:
@@ -185,7 +185,7 @@ class SaveThread:
             if not self._under_way:
                 return None
             first = self._under_way[0]
-            first.until = min(first.until, time.monotonic() + self.timeout_s)  # the save may start late
+            first.until = min(first.until, time.monotonic() + self.timeout_s)  # infinite until the write begins
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
                 self.failures.keep_failure(
@@ -259,7 +259,7 @@ class SaveThread:
                 _log.exception("stagereg: Step %d is saved, but a listener of completed saves failed.", step)
 
     def _fail(self, write: Write, error: BaseException) -> CheckpointError | None:
-        """Record that a save failed; return the error to raise, ``None`` if the training loop has raised it already."""
+        """Record the failure of a save. Return the error to raise, or ``None`` if the training loop has raised it."""
         step, target = write.request.step, self.target
         of_tier = {} if target.required else {"dir": target.where}
         record.emit("lost", step=step, error=reason(error), **of_tier)
@@ -287,7 +287,7 @@ def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[]
                 if write is not None:
                     write()
             except Exception:  # the rendezvous store or the process group is gone; later saves still need the thread
-                _log.debug("Checking for requests that this rank has missed failed.", exc_info=True)
+                _log.debug("The check for requests that this rank has missed raised an error.", exc_info=True)
         else:
             if write is None:
                 return

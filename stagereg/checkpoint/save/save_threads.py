@@ -1,4 +1,4 @@
-"""The targets of a checkpointer in order, each with its thread. Called on the training thread."""
+"""The threads of a checkpointer's save targets, in the order of the targets. Called on the training thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagereg.errors import CheckpointError
 
 
 class SaveThreads:
-    """The threads of all targets. A save for any target goes to the first target too, which prepares the save.
+    """The threads of all targets. Each save to any target also goes to the first target, which prepares the copy.
 
     Args:
         targets: the targets in order, a local tier before the checkpoint directory; the same on all ranks.
@@ -37,12 +37,12 @@ class SaveThreads:
 
     @property
     def failures(self) -> Failures:
-        """The failures that concern all targets: errors that kept this rank from staging."""
+        """The failures that concern all targets: the errors that kept this rank from staging."""
         return self.last.failures
 
     @property
     def targets(self) -> list[SaveTarget]:
-        """The targets of saves. The last one retains checkpoints longest."""
+        """The save targets, in order. The last target retains checkpoints longest."""
         return [each.target for each in self.all]
 
     @property
@@ -55,7 +55,7 @@ class SaveThreads:
         self.last.note_newest(step)
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the last target have ended or failed; return False if one still runs at ``until``."""
+        """Wait until all saves to the last target have ended or failed. Return False if one still runs at ``until``."""
         return self.last.ends_by(until)
 
     @property
@@ -88,7 +88,7 @@ class SaveThreads:
             self.all[number].target.schedule.held(request.step, seconds)
 
     def wait(self) -> bool:
-        """Wait until all saves have ended or failed; return False if a save exceeds its timeout."""
+        """Wait until all saves have ended or failed. Return False if a save exceeds its timeout."""
         ended = [each.wait() for each in self.all]
         return all(ended)
 
@@ -100,7 +100,7 @@ class SaveThreads:
     def finish_before_restore(self) -> None:
         """Wait for every save before a restore. Raises: ``CheckpointError`` if a save hangs."""
         self.finish()
-        if self.hanging:  # the save is in an exchange between ranks, which an exchange of the restore would disturb
+        if self.hanging:  # the ranks still exchange messages about the save, and those of the restore would interfere
             self.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, because the storage hangs.")
 
@@ -121,6 +121,6 @@ class SaveThreads:
         return self.last.describe_newest()
 
     def close(self) -> None:
-        """End the threads after their last saves; a save that hangs commits nothing, even if it continues later."""
+        """End the threads. Saves that have not ended, for example because the storage hangs, will not commit."""
         for each in self.all:
             each.close()

@@ -1,4 +1,4 @@
-"""The training thread's part of a save: waits for earlier saves, stages the state, and submits the copy to be written.
+"""The part of a save on the training thread: waits for earlier saves, stages the state, and submits the copy.
 
 The saver stores the last state and its data loader states, so that a rank that has left its loop can save them. It
 counts the steps of the optimizers in the state, to detect a rank with stale values.
@@ -48,7 +48,7 @@ _ONLY = (
 
 
 class Saver:
-    """Stages and submits saves. For the training thread, except :meth:`miss_save` and :meth:`look_for_hang`.
+    """Stages and submits saves. Called on the training thread, except :meth:`miss_save` and :meth:`look_for_hang`.
 
     ``ready`` is called before each save; if it raises an error, the save fails. The other arguments come from the
     checkpointer.
@@ -70,9 +70,9 @@ class Saver:
         self.reached = -1  # like ``saved``, but -1 at the start and after a restore
         self.leaving = False  # whether the ranks are about to exit
         self.names = names or ParameterNames()  # names of the optimizers' parameters in the state
-        self._given: MutableMapping[str, Any] | None = None  # the dict of the program
+        self._given: MutableMapping[str, Any] | None = None  # the dict that the program has passed
         self._spreader = Spreader()
-        self._given_at: int | None = None  # the step at whose end the program has the state
+        self._given_at: int | None = None  # the step after which the program has this state
         self._ready = ready
         self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
         self._replicas, self._observer = replicas, observer or SaveObserver()
@@ -80,10 +80,10 @@ class Saver:
         self._due: tuple[int | None, tuple[int, ...]] = None, ()  # the due step and its targets, until it is saved
         self._copying: tuple[int, float] | None = None  # the step that the stager is copying, and the start time
         self._stager_name = f"{type(stager).__module__}.{type(stager).__qualname__}"
-        self._taken: Counter[str] = Counter()  # steps of each optimizer in the state
+        self._taken: Counter[str] = Counter()  # number of steps of each optimizer in the state
         self._continued: list[str] = []  # names of data loader states that can be resumed at any world size
-        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # a step, and these states after the step
-        self._went_back = self._ranks.rank > 0  # whether the warning has been logged
+        self._positions: tuple[int | None, dict[str, Any]] = None, {}  # a step, and its data loader states at the end
+        self._went_back = self._ranks.rank > 0  # whether _BACKWARDS has been logged
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
@@ -92,16 +92,16 @@ class Saver:
             self.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Store the state for saves, also after this rank has left a loop, and count the steps of its optimizers.
+        """Store the state of the program and count its optimizers' steps, so that this rank can save it after its loop.
 
-        ``step`` is the step at whose end the program has the state, if it is known.
+        ``step``: the step after which the program has this state, if it is known.
         """
         self._given_at = step
         if state is not self.state:  # ``self.state`` is another dict if containers in the state hold objects
             self.take(state, again=False)
 
     def take(self, given: MutableMapping[str, Any], again: bool = True) -> MutableMapping[str, Any]:
-        """Store and return the flattened state of the program; ``again`` is as in :meth:`.Spreader.spread`."""
+        """Flatten and store the state of the program, and return it. ``again`` is as in :meth:`.Spreader.spread`."""
         state = self._spreader.spread(given, again)
         self._given, self.state, before = given, state, self.state or {}
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
@@ -115,7 +115,7 @@ class Saver:
         return state
 
     def end_step(self, step: int) -> None:
-        """Record the data loader states of a step, which may be saved after the loop has taken another batch."""
+        """Record the data loader states of a step, because the loop may take another batch before the save."""
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
         self._observer.end_step(step, self.state if self._given_at == step else None)
@@ -123,7 +123,7 @@ class Saver:
     def due(self, step: int, everywhere: bool = False) -> bool:
         """Return whether a save to any target is due at ``step``. Called once per step; the same on all ranks.
 
-        The repeat of a discarded save goes to all targets, and so does a step that is due ``everywhere``.
+        If ``everywhere`` is true, or if a discarded save is repeated, the save goes to all targets.
         """
         self.retake.confirm()
         everywhere |= self.retake.due(step)
@@ -135,7 +135,7 @@ class Saver:
         return bool(self._due[1])
 
     def targets_of(self, step: int, everywhere: bool = False) -> tuple[int, ...]:
-        """Return the numbers of the targets of ``step``: all of them, unless :meth:`due` has selected some."""
+        """Return the numbers of the targets of ``step``: those that :meth:`due` has selected, otherwise all."""
         due, targets = self._due
         return targets if due == step and targets and not everywhere else self._everywhere
 
@@ -145,7 +145,7 @@ class Saver:
 
     @property
     def _every(self) -> int | None:
-        """The interval of saves to the last target in steps, if it has such a schedule and is required."""
+        """The number of steps between saves to the last target; ``None`` if that is not fixed, or not required."""
         target = self._threads.last.target
         return target.schedule.every if target.required and type(target.schedule) is Schedule else None
 
@@ -220,7 +220,7 @@ class Saver:
             self.save(int(last), follows=own[0] < last)
 
     def save_to_leave(self, step: int, follows: bool = False) -> CheckpointError | None:
-        """Save ``step``, unless it is saved already, before all ranks exit; return the error if the save fails."""
+        """Save ``step`` before all ranks exit, unless it is already saved. Return the error if the save fails."""
         self.leaving = True
         self._threads.wait()
         ended = self._threads.last
@@ -257,7 +257,7 @@ class Saver:
         return request, StagedCopy(request, ReplicaSave() if replicas is None else replicas.begin_save())
 
     def look_for_hang(self) -> None:
-        """Exit the process if ``stage`` exceeds the timeout of a save; the training thread cannot raise then."""
+        """Exit the process, or only warn, if ``stage`` exceeds the timeout. The training thread hangs in that call."""
         copying, limit_s = self._copying, self._threads.last.timeout_s
         if copying is None or record.now() < copying[1] + limit_s:
             return
@@ -317,7 +317,7 @@ class Saver:
             self._copying = None
 
     def _settle(self, step: int, copy: StagedCopy) -> None:
-        """Call the stager to wait for its copy while the writer works, in torch's order of calls."""
+        """Wait until the stager has finished its copy, while the writer works. Makes the calls in torch's order."""
         try:
             if copy.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()
@@ -332,7 +332,7 @@ class Saver:
 
 
 def _schedules(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of steps of each scheduler. A ``ChainedScheduler`` has the number of its first scheduler."""
+    """Return the step count of each scheduler. The count of a ``ChainedScheduler`` is that of its first scheduler."""
     found: dict[str, int] = {}
     for name, value in state.items():
         if isinstance(value, LRScheduler):
@@ -343,14 +343,14 @@ def _schedules(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def checked_step(step: int) -> int:
-    """Return ``step``. Raises: ``CheckpointError`` if it is not a step."""
+    """Return ``step``. Raises: ``CheckpointError`` if it is not an integer in the valid range."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
         raise CheckpointError(f"step must be an integer in 0..2**63-1, got {step!r:.100}.")
     return step
 
 
 def checked_state(state: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Return ``state``. Raises: ``CheckpointError`` if it is not a state."""
+    """Return ``state``. Raises: ``CheckpointError`` if it is not a mutable mapping, such as a dict."""
     if not isinstance(state, MutableMapping):
         raise CheckpointError(
             "A state is a dict of names to objects, as in save(step, {'model': model, 'optimizer': optimizer}), not a "

@@ -16,19 +16,19 @@ _TURN_S = 0.0002  # seconds after which Python switches threads
 
 
 def give_way() -> None:
-    """Set this thread, and threads that it starts, not to preempt threads that compute, if the system supports it."""
+    """Prevent this thread, and threads that it starts later, from preempting other threads. Only on Linux."""
     with suppress(OSError, AttributeError):  # only Linux has the call
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager
 def short_turns() -> Generator[None, None, None]:
-    """Switch to a waiting thread after 0.2 ms, unless the program has set a shorter interval."""
+    """Make Python switch threads after 0.2 ms instead of 5 ms, unless the program has set a shorter interval."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _TURN_S))
     short = sys.getswitchinterval()
     try:
         yield
     finally:
-        if sys.getswitchinterval() == short:  # no other code has changed the interval meanwhile
+        if sys.getswitchinterval() == short:  # unless other code has changed the interval
             sys.setswitchinterval(before)

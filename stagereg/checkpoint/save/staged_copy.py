@@ -1,4 +1,4 @@
-"""A request to save, and the staged copy of the state, which is written to each target of the request."""
+"""A request for a save, and the staged copy of the state, which is written to each target of the request."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from stagereg.stagers.async_stager import UnconfirmedCopy
 
 @dataclass(frozen=True)
 class Request:
-    """A save that the training loop of this rank has requested or missed."""
+    """A save that this rank's training loop has requested, or that only the other ranks have requested (``missed``)."""
 
     step: int
     targets: tuple[int, ...] = (0,)  # numbers of the targets, in order; the first one prepares the copy for all
     lasts: bool = True  # whether one of these targets is required
     called: float = field(default_factory=lambda: record.now())  # time of the call, as ``record.now``
     missed: bool = False  # other ranks have called save, and this rank has not
-    follows: bool = False  # this rank has left its loop, and saves because other ranks do
+    follows: bool = False  # this rank has left its loop, and saves because other ranks save
     taken: Mapping[str, int] = field(default_factory=dict)  # steps that each optimizer and schedule has taken
-    number: int = 0  # number of the save in this run; counts only saves that are repeated if they are discarded
+    number: int = 0  # number of the save in this run; only saves to a required target count
     again: bool = False  # this save replaces a save that was discarded because the state changed during the copy
 
     @property
     def tags(self) -> dict[str, bool]:
-        """The tags of the events of this save; empty if one of the targets is required."""
+        """The additional fields in the recorded events of this save; empty if one of the targets is required."""
         return {} if self.lasts else {"tier": True}
 
 
 @dataclass(frozen=True)
 class PreparedCopy:
-    """A flattened copy: the entries that this rank writes, on which all ranks have agreed."""
+    """A flattened copy, after all ranks have agreed which entries each rank writes."""
 
     entries: dict[str, Any]  # the entries that this rank writes; empty once all targets have written
-    own: RankEntries  # the values of this rank for each entry
-    parts: Mapping[str, Part | None]  # offsets of tensors that are shards
+    own: RankEntries  # this rank's values of all entries
+    parts: Mapping[str, Part | None]  # for each tensor that is a shard: its offsets in the whole tensor
 
 
 class StagedCopy:
@@ -67,11 +67,11 @@ class StagedCopy:
         self.began = 0.0  # when the stager was called
         self._release: Callable[[dict[str, Any]], None] = lambda copy: None  # called when all targets have written
         self._future: Future[dict[str, Any]] | None = None  # the future that the stager has returned
-        # Written by the training thread before it sets ``settled``: why this rank could not stage. Only a text, because
+        # Written by the training thread before it sets ``settled``: why this rank could not stage. A string, because
         # the training loop raises the error itself.
         self.failure: str | None = None
         self.settled = threading.Event()
-        self._completed = 0.0  # when the copy was complete, 0 while unknown; written by the first thread that sees it
+        self._completed = 0.0  # when the copy was complete, 0 if not known; written by the thread that first gets it
         # Written by the training thread after a synchronous copy, otherwise by the thread of the first target.
         self._staged: dict[str, Any] = {}
         self._readers, self._lock = len(request.targets), threading.Lock()  # readers: written under the lock
@@ -85,7 +85,7 @@ class StagedCopy:
         inspect: Callable[[dict[str, Any]], object] | None,
         release: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """Record that the stager begins to copy. ``release`` is called with the copy when all targets have written."""
+        """Record that the stager begins to copy. When all targets have written, ``release`` gets the copy."""
         self.stager, self.outline, self.inspect = stager, outline, inspect or self.inspect
         self._release = release or self._release
         self.began = record.now()
@@ -110,7 +110,7 @@ class StagedCopy:
     # -- on threads of targets
 
     def get(self) -> dict[str, Any]:
-        """Wait for the copy and return it. Called on the thread of the first target. Raises: the error of staging."""
+        """Wait for the copy and return it. Called on the first target's thread. Raises: the error of the stager."""
         self._expect_staged()
         if self._future is not None and not self._staged:
             future = self._future
@@ -120,9 +120,9 @@ class StagedCopy:
         return self._staged
 
     def confirmation(self) -> Callable[[], None]:
-        """Return a function that waits until the state cannot have changed during the copy. Call before :meth:`leave`.
+        """Return a function that waits for the proof that the state did not change during the copy.
 
-        The function raises ``WrittenWhileSavedError`` if the state has changed: the copy must not be committed.
+        It raises ``WrittenWhileSavedError`` if the state has changed. Call this method before :meth:`leave`.
         """
         future = self._future
 
@@ -134,7 +134,7 @@ class StagedCopy:
         return confirm
 
     def leave(self) -> None:
-        """Record that a target does not need the copy any more; after the last call, ``stage`` may reuse its memory."""
+        """Record that a target has finished with the copy. After the last target, the stager may reuse its memory."""
         with self._lock:
             self._readers -= 1
             if self._readers > 0:
@@ -146,7 +146,7 @@ class StagedCopy:
             self._release(staged)
 
     def expect_complete(self) -> None:
-        """Wait until the training loop has finished with the copy. Raises: the error of the loop, if there is one."""
+        """Wait until the training loop has finished staging. Raises: ``CheckpointError`` if staging failed."""
         self.settled.wait()
         self._expect_staged()
 

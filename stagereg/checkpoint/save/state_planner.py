@@ -1,8 +1,8 @@
-"""Plans a save as torch's own planner does, in a fraction of its time.
+"""Plans a save like torch's ``DefaultSavePlanner``, with the same result, in a fraction of the time.
 
-The plan and the content of ``.metadata`` are the same as with ``DefaultSavePlanner``. For a plain tensor or a shard of
-a ``DTensor``, this planner creates two objects, and torch seven: tensors with the same dtype, shape and offsets share
-objects, which also makes messages and metadata shorter. torch plans all other values.
+The plan and the content of ``.metadata`` are the same. For each plain tensor or shard of a ``DTensor``, torch creates
+seven objects, and this planner two: tensors with the same dtype, shape and offsets share objects, which also makes
+messages and metadata shorter. All other values are planned by torch's code.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from stagereg.errors import CheckpointError, RankMismatchError
 
 
 class StatePlanner(DefaultSavePlanner):
-    """Plans one save or consecutive saves; states of the same kind have the same plan.
+    """Plans one save or consecutive saves. A state with unchanged dtypes and shapes reuses the previous plan.
 
-    The lowest rank writes an entry that several ranks have. So buffers that drift between replicas, such as running
-    statistics under DDP, are saved from the rank that DDP broadcasts them from.
+    If several ranks have an entry, the lowest of them writes it. So buffers that drift between replicas, such as
+    running statistics under DDP, are saved from the rank that DDP broadcasts them from.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class StatePlanner(DefaultSavePlanner):
         self.parts: Mapping[str, Part | None] = {}
         self._names: dict[tuple[str | int, ...], str] = {}  # names of the leaves, by path
         self._planned: tuple[object, SavePlan] | None = None  # the kinds of the last plan, and the plan
-        self._archives: dict[str, tuple[bytes, bytes]] = {}  # marshalled bytes and torch's archive of plain values
+        self._archives: dict[str, tuple[bytes, bytes]] = {}  # plain values, as marshalled bytes and as torch's archives
 
     @without_gc()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Store the leaves of a state by dotted names. Raises: ``CheckpointError`` if two leaves have one name."""
+        """Store the leaves of a state by dotted name. Raises: ``CheckpointError`` if two leaves have the same name."""
         known, self._names = self._names, {}
         self.state_dict, self.is_coordinator = {}, is_coordinator
         for path, value in walk(state_dict):
@@ -70,7 +70,7 @@ class StatePlanner(DefaultSavePlanner):
 
     @without_gc()
     def create_local_plan(self) -> SavePlan:
-        """Plan all leaves of this rank; return the previous plan object if the leaves have the same kinds."""
+        """Plan all leaves of this rank. If their dtypes and layouts are unchanged, return the previous plan object."""
         kinds = [*map(_kind, self.state_dict.values())]
         given = [*self.mappings.items()], kinds, self.parts, self.is_coordinator
         if self._planned is not None and self._planned[0] == given:
@@ -102,7 +102,7 @@ class StatePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Assign each item to the first rank that has it, and return the metadata of the tensors.
 
-        A plan object that occurs again, because several ranks have sent the same plan, takes no time.
+        If several ranks have sent the same plan, it occurs as the same object, and is processed only once.
 
         Raises:
             CheckpointError: the shards of a tensor do not cover it, or ranks have different kinds of values under one
@@ -144,7 +144,7 @@ class StatePlanner(DefaultSavePlanner):
         return plans, Metadata(found, planner_data=mappings)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the value of an item. Plain values that have not changed are not pickled again."""
+        """Return the data to write for an item. Plain values that have not changed are not pickled again."""
         name = write_item.index.fqn
         value = self.state_dict.get(name)
         if split_tensors.is_split(value):
@@ -163,7 +163,7 @@ class StatePlanner(DefaultSavePlanner):
 
 
 def _is_new(item: WriteItem, taken: Mapping[MetadataIndex, TensorWriteData | None]) -> bool:
-    """Return whether no earlier rank has an item. Raises: ``RankMismatchError`` if its dtype or shape differs there."""
+    """Return whether no earlier rank has an item. Raises: ``RankMismatchError`` if an earlier one differs in shape."""
     if item.index not in taken:
         return True
     one, other = taken[item.index], item.tensor_data
@@ -177,7 +177,7 @@ def _layout(data: TensorWriteData) -> tuple[object, ...]:
 
 
 def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
-    """Raise ``CheckpointError`` if shards do not cover a tensor; torch's check takes quadratic time in the ranks."""
+    """Raise ``CheckpointError`` if shards do not cover a tensor. torch's check takes quadratic time in the ranks."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     ends = [extent for box in boxes for extent in zip(*box, tensor.size, strict=True)]
     outside = any(begin < 0 or begin + size > whole for begin, size, whole in ends)
@@ -189,8 +189,9 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
 
 
 def _kind(x: Any) -> object:
-    """Return a key that is equal for values with equal plans: a tuple for a dense tensor, a tensor that wraps others,
-    or a ``DTensor`` of these; a unique key for other tensors; ``None`` for a value that is not a tensor."""
+    """Return a key, equal for values with equal plans: a tuple if this module plans the value; ``None`` if not a
+    tensor.
+    """
     if split_tensors.is_split(x):
         return x.dtype, x.shape, split_tensors.layout_of(x)
     if type(x) is torch.Tensor:
@@ -225,7 +226,7 @@ def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
 
 
 def split_plan(plan: SavePlan, rank: int) -> list[SavePlan]:
-    """Split a plan into entries that all replicas plan identically, and this rank's own entries (``name.rank3``)."""
+    """Split a plan into entries that all replicas plan identically, and entries of this rank (``name.rank3``)."""
     own = {name for name, path in plan.planner_data.items() if str(path[0]).endswith(f".rank{rank}")}
     return [
         dataclasses.replace(
@@ -244,14 +245,14 @@ def join_plans(plans: Sequence[SavePlan]) -> SavePlan:
 
 
 def numbered(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Replace items of the plan ``dealt`` to a rank with their numbers in the plan ``given`` by it, to send less."""
+    """Replace the items of ``dealt``, the plan assigned to a rank, with their indexes in ``given``, the rank's plan."""
     numbers = {id(item): number for number, item in enumerate(given.items)}
     items: list[Any] = [numbers.get(id(item), item) for item in dealt.items]
     return dataclasses.replace(dealt, items=items, planner_data=None)
 
 
 def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Undo :func:`numbered`, on the receiving rank."""
+    """Undo :func:`numbered` on the rank that receives the plan."""
     sent: list[Any] = dealt.items
     items = [given.items[item] if type(item) is int else item for item in sent]
     return dataclasses.replace(dealt, items=items, planner_data=given.planner_data)
@@ -261,10 +262,10 @@ def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
 def name_for_each(
     metadata: Metadata, results: list[list[WriteResult]], groups: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> None:
-    """Add the options of a group under the names of all its parameters, as in torch's flattened state dicts.
+    """Add the options of a parameter group under the names of all its parameters, as torch's flattened state dicts do.
 
-    An option is written once, under the first parameter. It gets the other names in the metadata, which only torch
-    reads, and in each rank's results. ``groups`` has the parameters of the groups of each optimizer, by the first name.
+    An option is written once, under the group's first parameter. The metadata, which only torch reads, and the ranks'
+    results also get the other names. ``groups``: by optimizer, the parameters of each group, by first name.
     """
     for share in results:
         for result in list(share):

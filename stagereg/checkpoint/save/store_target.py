@@ -25,15 +25,15 @@ from stagereg.errors import CheckpointError
 
 
 class StoreTarget(SaveTarget):
-    """The checkpoint directory as a target of one checkpointer, with the values that its saves share.
+    """The checkpoint directory as a save target of one checkpointer.
 
     Attributes:
         store: the checkpoint directory.
-        token: the token of the run.
+        token: a random hexadecimal string of the run; it determines the temporary names of its saves.
 
     Args:
-        fields: functions that return fields of :class:`.Manifest` by name. Before a commit, each is called with the
-            step, on rank 0 and the thread of the save.
+        fields: functions that return fields of :class:`.Manifest` by name. Before a commit, rank 0 calls each with the
+            step, on the thread of the save.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StoreTarget(SaveTarget):
         self.store, self.keep, self.token = store, keep, token
         self._storage_name = name_of(storage)  # for manifests
         self.read_back = None if is_builtin(storage) else read_back
-        self._tokens = random.Random(token)  # the same on all ranks without an exchange
+        self._tokens = random.Random(token)  # the same tokens on all ranks, without an exchange
         self._token, self._is_new = "", False
         self._fields = fields
         self._finished = b""  # on rank 0: torch's metadata, as the storage has written it
@@ -69,7 +69,7 @@ class StoreTarget(SaveTarget):
             # Another rank of this save may have created the directory, which is then empty.
             there = [path] if os.path.islink(path) else self.store.backend.list(path)
             if there:
-                raise CheckpointError(f"{path} existed before this save, and was not changed. Save again.")
+                raise CheckpointError(f"{path} already exists, and was not changed. Save again, under a new name.")
         self._is_new = True
 
     def finish(
@@ -82,21 +82,21 @@ class StoreTarget(SaveTarget):
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
-        """Return the digests of this rank's files. Files without a digest of the storage are flushed and read.
+        """Return the digests of this rank's files. Files without a digest from the storage are flushed and read.
 
-        :meth:`commit` adds the digest of each other file, such as metadata.
+        :meth:`commit` adds the digests of all other files, such as the metadata.
         """
         known: Mapping[str, FileDigest] = self.storage.marks if isinstance(self.storage, Storage) else {}
         if all(isinstance(each, (ArchiveResult, TensorResult)) for each in results):
             names = {each.storage_data.relative_path for each in results}
-        else:  # the storage does not report its files: find them by the rank in torch's file names
+        else:  # the storage reports no file names: find files by the rank in their names, as torch writes them
             names = {name for name in self.store.backend.list(path) if name.startswith(f"__{self.ranks.rank}_")}
         return {**known, **{name: self.store.mark(path, name) for name in sorted(names - known.keys())}}
 
     def commit(self, step: int, path: str, files: dict[str, FileDigest], index: bytes) -> None:
         store = self.store
         files[INDEX] = store.put(path, INDEX, index)
-        there = store.backend.list(path, [METADATA])  # includes other files of the storage, such as torch's index
+        there = store.backend.list(path, [METADATA])  # includes other files of the storage, such as .metadata
         files |= {name: store.mark(path, name) for name in there if name not in files}
         failpoint("marked")
         self.committed = store.publish(path, self.manifest(step, files), self.keep)

@@ -24,13 +24,13 @@ Outline: TypeAlias = Any
 
 _TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
 _ABSENT = None
-_SHOWN, _LONGEST = 3, 80  # most differences in a message; most characters of a path in a message
+_SHOWN, _LONGEST = 3, 80  # maximum differences in a message; maximum characters of a path
 
 
 class _Items(NamedTuple):
     kind: str
     length: int
-    items: list[Outline] | frozenset[str]  # outlines; only kinds if no item is a tensor or container
+    items: list[Outline] | frozenset[str]  # outlines of the items; only their kinds if no item is a tensor or container
 
 
 class _Key(NamedTuple):
@@ -39,14 +39,14 @@ class _Key(NamedTuple):
 
 @functools.lru_cache(1024)
 def _kind_of(kind: type) -> str:
-    """Return the name of a type's kind. A stager may replace a type with another type of the same kind."""
+    """Return the kind of a type. A stager may replace a value with a value of another type of the same kind."""
     if issubclass(kind, torch.Tensor):
         return _TENSOR
     if issubclass(kind, Mapping) and kind.__name__ not in configs.KINDS:
         return _DICT
     if issubclass(kind, (list, tuple)):
         return _LIST if issubclass(kind, list) else _TUPLE
-    if issubclass(kind, Number):  # includes NumPy's
+    if issubclass(kind, Number):  # includes NumPy's scalars
         return "number"
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
@@ -59,7 +59,7 @@ def _shape(x: torch.Tensor) -> Outline:
 
 
 def outline(value: Any) -> Outline:
-    """Return the structure of a value, to compare with the structure of a copy. Takes 0.7 us per entry."""
+    """Return the structure of a value, for comparison with the structure of a copy. Takes 0.7 us per entry."""
     kind = _kind_of(type(value))  # type: ignore[arg-type]  # mypy rejects it, but a type is hashable
     if kind is _TENSOR:
         return _shape(value)
@@ -73,7 +73,7 @@ def outline(value: Any) -> Outline:
 
 
 def expect_same_structure(expected: Outline, copy: Any, stager: str) -> None:
-    """Raise ``CheckpointError`` if a copy differs from the outline of its source; ``stager`` is the name of a class."""
+    """Raise ``CheckpointError`` if a copy differs from its source's outline. ``stager``: name of the stager's class."""
     if not isinstance(copy, dict):
         raise CheckpointError(f"stage() of {stager} must return a copy of its dict, but returned {copy!r:.80}")
     found = [_describe(*each) for each in _differences(expected, outline(copy), ())]
@@ -88,7 +88,7 @@ def expect_same_structure(expected: Outline, copy: Any, stager: str) -> None:
 def _differences(
     expected: Outline, found: Outline, path: tuple[object, ...]
 ) -> Iterator[tuple[tuple[object, ...], Outline, Outline]]:
-    """Yield the paths that differ, each with both outlines; ``_ABSENT`` stands for a missing key."""
+    """Yield the paths that differ, each with both outlines. A missing key has the outline ``_ABSENT``."""
     if expected == found:
         return
     if type(expected) is type(found) is dict:

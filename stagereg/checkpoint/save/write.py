@@ -1,4 +1,4 @@
-"""The write of one copy to one target, and the cache that a target's thread keeps from one save to the next."""
+"""The write of one copy to one target, and a cache of the target's last save for its thread."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stagereg.checkpoint.targets import SaveTarget
 
 
 class ExchangeCache:
-    """The data of a target's last save, so that ranks do not send unchanged parts again. For the target's thread."""
+    """The results of a target's last save, so that ranks send only changes. Used by the target's thread."""
 
     def __init__(self, repeats: bool) -> None:
         self.plans, self.results = Exchange(repeats), Exchange(repeats)
         self.planner = StatePlanner()
         self.plan: SavePlan | None = None  # the plan of this rank
-        self.sent: list[SavePlan] = []  # the same plan, in the form that is sent
-        self.nbytes = 0  # bytes of the rank's tensors, without the states of generators
+        self.sent: list[SavePlan] = []  # the same plan, in the form that is sent to rank 0
+        self.nbytes = 0  # bytes of the rank's tensors, without random number generators
         self.dealt: SavePlan | None = None  # the plan that rank 0 assigned to this rank
         self.entries: Structures = {}  # on rank 0: the entries of all ranks
         self.described = ""  # on rank 0: the tables of the index, as JSON
@@ -31,7 +31,7 @@ class ExchangeCache:
         self.was_read_back = False  # whether a save was read back before its commit
 
     def forget(self) -> None:
-        """Send everything in the next save, because this save was skipped or has failed."""
+        """Clear the cache after a save that was skipped or has failed, so that the next save sends everything."""
         self.plans.forget()
         self.results.forget()
         self.entries = {}
@@ -52,14 +52,14 @@ class Write:
         self.is_first, self.is_last = number == request.targets[0], number == request.targets[-1]
         # Written by the thread of the target.
         self.at = "waiting for its turn"  # the current action of this rank, for messages
-        self.agreed = False  # whether all ranks have staged and know what to write
+        self.agreed = False  # whether all ranks have staged and have got their plans
         self.over = threading.Event()  # set when the write has ended or failed
         self._reads = True
         # Written under the lock of the thread: the deadline (``time.monotonic``), infinite until the write begins, and
         # whether a timeout was reported.
         self.until = until
         self.late = False
-        self.abandoned = False  # whether it must not commit; set by the training thread when it closes the checkpointer
+        self.abandoned = False  # whether the write must not commit; set by the training thread when it stops saving
 
     def leave_copy(self) -> None:
         """Stop reading the copy. Idempotent."""
