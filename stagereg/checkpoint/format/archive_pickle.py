@@ -17,8 +17,8 @@ from torch._utils import IMPORT_MAPPING, NAME_MAPPING
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
 
-_DEEPEST = 1000  # most levels of nested tuples, which Python hashes and compares recursively
-_WAYS = 1 << 20  # most paths to the items of a tuple, in addition to one for each byte of the pickle
+_DEEPEST = 1000  # maximum depth of nested tuples, because Python hashes and compares tuples recursively
+_WAYS = 1 << 20  # maximum paths to the items of a tuple, plus one for each byte of the pickle
 _MESH = "torch.distributed.device_mesh.DeviceMesh"
 _STORAGES = {f"torch.{kind}": dtype.itemsize for dtype, kind in torch.storage._dtype_to_storage_type_map().items()} | {
     "torch.storage.UntypedStorage": 1
@@ -27,7 +27,7 @@ _PACKED = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}  # elements p
 
 
 class _Storage(NamedTuple):
-    """Placeholder for a storage, the content of a record."""
+    """Placeholder for a storage, whose content is a record of the archive."""
 
     elements: int
 
@@ -62,7 +62,7 @@ class _Tuple(tuple[Any, ...]):
 
 
 def expect_bounded(found: Mapping[str, memoryview]) -> None:
-    """Raise an exception if the pickle would make torch allocate more memory than the records ``found`` justify."""
+    """Raise an exception if a pickle would make torch allocate more memory than the records ``found`` contain."""
     _Walk(found).load()
 
 
@@ -120,7 +120,7 @@ class _Walk(BoundedUnpickler):
             raise CheckpointError("it sets an item of an object that is not a dict")
         for key in items[::2]:
             self.gone_through(key.ways if type(key) is _Tuple else 0)
-        of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # placeholders, for the size of a copy
+        of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # placeholder keys, to count items
 
 
 def _tensor(_: _Walk, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
@@ -148,7 +148,7 @@ def _of_type(reader: _Walk, of: Any, kind: Any, given: Any, state: Any) -> Any:
 
 
 def _made_of(*kinds: type) -> Callable[..., Any]:
-    """Return the rule for a function that accepts arguments of these kinds, and whose result is about their size."""
+    """Return a rule for a function that takes these kinds of arguments, and returns an object of about their size."""
 
     def make(_: _Walk, *given: Any) -> Any:
         for each in given:

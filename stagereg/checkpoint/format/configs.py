@@ -1,4 +1,4 @@
-"""Converts configs of OmegaConf to plain data and back: their content, with unresolved interpolations, and flags."""
+"""Converts configs of OmegaConf to plain data and back. Keeps unresolved interpolations, and the flags of a config."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ KINDS = ("DictConfig", "ListConfig")  # read as dicts and lists if OmegaConf is 
 
 
 def is_config(value: Any) -> bool:
-    """Whether a value is a config of OmegaConf."""
+    """Return whether a value is an OmegaConf config."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig))
 
 
 def content_of(config: Any) -> Any:
-    """Return the content of a config as plain containers; interpolations and missing values stay text."""
+    """Return the content of a config as plain containers. Interpolations and missing values stay strings."""
     return sys.modules["omegaconf"].OmegaConf.to_container(config, resolve=False)
 
 
@@ -31,7 +31,7 @@ def flags_of(config: Any) -> list[bool | None]:
 
 
 def expect_whole(config: Any) -> None:
-    """Raise ``TypeError`` for a part of a config if its interpolations resolve differently without the whole config."""
+    """Raise ``TypeError`` for a nested config if its interpolations would resolve differently without its parent."""
     if config._get_parent() is None:
         return
     convert = sys.modules["omegaconf"].OmegaConf.to_container
@@ -46,7 +46,7 @@ def expect_whole(config: Any) -> None:
 
 
 def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
-    """Return a config of a kind in ``KINDS``, or only its content if OmegaConf is not installed."""
+    """Create a config of the type ``kind``, one of ``KINDS``. Without OmegaConf, return only the content."""
     try:
         import omegaconf
     except ImportError:
@@ -58,7 +58,7 @@ def made(kind: str, content: Any, flags: list[bool | None]) -> Any:
 
 
 def of_type(live: Any, config: Any) -> Any:
-    """Convert a config to the structured type of ``live``; return it unchanged if the type rejects the content."""
+    """Convert a config to the structured type of ``live``. Return it unchanged if the type rejects the content."""
     omegaconf = sys.modules["omegaconf"].OmegaConf
     kind: Any = omegaconf.get_type(live) if is_config(live) else None
     if not (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")):

@@ -1,6 +1,6 @@
 """Finds the corrupt files of a checkpoint by comparing its files with the manifest. Does no I/O.
 
-Sizes and types of files are compared without reading them. Checksums need a read, and detect even one changed bit.
+Sizes and types are compared without reading the files. Checksums require a read, and detect even one changed bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from stagereg.checkpoint.format.checksum import combined
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest, step_within
 
-_SHOWN = 8  # most files of a checkpoint in a message
+_SHOWN = 8  # maximum files of a checkpoint in a message
 # Error codes of a file whose content is lost; after any other error, a later read may succeed.
 _BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})
 
@@ -62,7 +62,7 @@ class VerificationResult:
         return Checkpoint(self.path, self.manifest) if self.manifest is not None and not self.damages else None
 
     def lines(self) -> list[str]:
-        """Return one line for each of the first files with an error, and the number of other such files."""
+        """Return one line for each of the first eight files with an error, and a line that counts the others."""
         every = [f"{name}: {what}" for name, what in self.damages.items()]
         return [*every[:_SHOWN], f"and {len(every) - _SHOWN} more files"] if len(every) > _SHOWN else every
 
@@ -72,13 +72,13 @@ class VerificationResult:
 
 
 def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str]:
-    """Return the errors of the files of a manifest, by name; a file that is not in ``found`` is missing."""
+    """Return a description of each error, by file name. A file of the manifest that is not in ``found`` is missing."""
     compared = {name: difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
     return {name: what for name, what in compared.items() if what}
 
 
 def damage_of(error: OSError) -> str:
-    """Describe the error of a file from the ``OSError`` of an access to the file."""
+    """Describe the error of a file from the ``OSError`` that an access to the file has raised."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"
     text = f"cannot be read ({error.strerror or error})"
@@ -86,7 +86,7 @@ def damage_of(error: OSError) -> str:
 
 
 def difference(expected: FileDigest, found: Found) -> str:
-    """Describe the error of a file; return an empty text if nothing that was checked differs."""
+    """Describe how a file differs from its expected digest. Return an empty string if no difference was found."""
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes
@@ -104,7 +104,7 @@ WHOLE = range(sys.maxsize)  # all bytes of a file of any size
 
 
 def share_of_rank(files: Mapping[str, FileDigest], rank: int, size: int) -> dict[str, range]:
-    """Return the range of each file that ``rank`` of ``size`` ranks reads; all ranks read the same number of bytes.
+    """Return the range of each file that ``rank`` reads, so that ``size`` ranks read equal numbers of bytes.
 
     The rank that reads the last expected byte of a file also reads all later bytes, to detect a file that is too long.
     """
@@ -123,7 +123,7 @@ def share_of_rank(files: Mapping[str, FileDigest], rank: int, size: int) -> dict
 
 
 def joined(parts: Iterable[FileDigest]) -> FileDigest:
-    """Return the digest of consecutive portions of a file from the digest of each portion."""
+    """Return the digest of a file from the digests of its consecutive portions."""
     size = crc = 0
     for part in parts:
         crc, size = combined(crc, part.crc32, part.bytes), size + part.bytes
@@ -131,7 +131,7 @@ def joined(parts: Iterable[FileDigest]) -> FileDigest:
 
 
 def marks_of_shares(shares: Sequence[Mapping[str, Found]]) -> dict[str, Found]:
-    """Merge the results of the ranks for their portions, in rank order, into one result per file."""
+    """Merge the ranks' results for their portions of files into one result per file. ``shares`` is in rank order."""
     found: dict[str, Found] = {}
     for name in sorted({name for each in shares for name in each}):
         parts = [each[name] for each in shares if name in each]

@@ -1,7 +1,7 @@
 """Encodes the structure of a state as JSON: containers, plain values, and a placeholder for each tensor and object.
 
-Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). A *leaf*, the placeholder ``{}``, is
-for a tensor, or an object that JSON cannot represent (:mod:`.pickled`). Its value is stored under a dotted name, as in
+Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). A *leaf*, written as ``{}``, stands for
+a tensor, or for an object that JSON cannot represent (:mod:`.pickled`). Its value is stored under a dotted name, as in
 torch's ``traverse_state_dict``: ``optimizer.state.0.exp_avg``. A save rejects values that could not be read back.
 """
 
@@ -30,7 +30,7 @@ from stagereg.errors import CheckpointError
 PER_RANK = "per_rank"  # type of a value that differs between ranks (:mod:`.merging`)
 PLAIN, REPLICATED = "plain", "replicated"
 """Placements of an optimizer's tensor for a ``DTensor`` parameter, used if its shape does not determine them."""
-DEEPEST = 200  # most levels of nested containers
+DEEPEST = 200  # maximum depth of nested containers
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # bits of the longest integer that torch reads back
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _NUMPY = "numpy."  # prefix of the type of a NumPy scalar, which is read as a Python number without NumPy
@@ -65,7 +65,7 @@ class Leaf:
 
 @contextlib.contextmanager
 def without_gc() -> Generator[None, None, None]:
-    """Disable the garbage collector, which would scan a large number of new containers again and again."""
+    """Disable the garbage collector, which would scan many new containers again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,7 +76,7 @@ def without_gc() -> Generator[None, None, None]:
 
 
 def walk(value: Any, *path: str | int) -> list[tuple[tuple[str | int, ...], Any]]:
-    """Return each tensor, object and plain value in a state or structure, with its path of keys and positions."""
+    """Return each tensor, object and plain value in a state or structure, with its path of keys and list indexes."""
     found: list[tuple[tuple[str | int, ...], Any]] = []
     _collect(value, path, found)
     return found
@@ -101,7 +101,7 @@ def _collect(value: Any, path: tuple[str | int, ...], found: list[tuple[tuple[st
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the results of :func:`walk` for a state or structure called ``name``, each with its dotted name."""
+    """Yield the results of :func:`walk`, with dotted names that begin with ``name``, the name of the state."""
     return ((".".join(map(str, path)), leaf) for path, leaf in walk(value, name))
 
 
@@ -111,7 +111,7 @@ def marks(structure: Any) -> Iterator[Leaf]:
 
 
 def _is_walked(value: object) -> bool:
-    """Whether a value is a list that contains a tensor, leaf or mapping, directly or in nested lists."""
+    """Return whether a value is a list that contains a tensor, leaf or mapping, directly or in nested lists."""
     holders = (torch.Tensor, Leaf, Mapping)
     return isinstance(value, list) and any(isinstance(item, holders) or _is_walked(item) for item in value)
 
@@ -121,7 +121,7 @@ def _is_walked(value: object) -> bool:
 
 @without_gc()
 def encode(value: Any, name: str) -> Encoded:
-    """Return the structure of the entry ``name``. Raises: ``CheckpointError`` if the value could not be read back."""
+    """Encode the entry ``name``. Raises: ``CheckpointError`` if the value could not be read back."""
     found: list[str] = []
     try:
         return Encoded(json.dumps(_encode(value, name, found, 0)), found)
@@ -211,7 +211,7 @@ def _key(key: Any) -> Any:
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
     """Decode the structure of an entry, with a :class:`Leaf` for each tensor and object. Runs no code.
 
-    If a value differs between ranks, return the value of ``rank`` or, without one, of the lowest rank.
+    If a value differs between ranks, decode the value of ``rank``, or of the lowest rank if ``rank`` has none.
     Raises: ``CheckpointError``.
     """
     try:

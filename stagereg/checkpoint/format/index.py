@@ -1,8 +1,8 @@
 """The index of a checkpoint, a JSON file with the location of every tensor's bytes and the structure of the state.
 
-Another program needs only ``index.json`` to read the files of a checkpoint (docs/format.md). Rank 0 writes it
-(:func:`make_index`). :meth:`Index.loads` validates every number in it, for example against the sizes of the files,
-before any file is opened or any memory is allocated.
+Another program needs only ``index.json`` to read the files of a checkpoint (docs/format.md). Rank 0 writes the index
+(:func:`make_index`). :meth:`Index.loads` validates every number in the index, for example against the sizes of the
+files, before any file is opened or any memory is allocated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ INDEX_BYTES = 1 << 30  # size of the largest index that is read; each tensor tak
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized dtypes are not saved
 ARCHIVE = "archive"  # layout of a chunk that ``torch.save`` has written
-SUBCLASS = "subclass"  # layout of such a chunk for a tensor that wraps other tensors
+SUBCLASS = "subclass"  # layout of a chunk of ``torch.save`` with a tensor that wraps other tensors
 _FORMAT = 1
 MOST_DIMENSIONS = 64
-_SHORT = 1 << 20  # characters of the longest structure that is validated again when it has changed
+_SHORT = 1 << 20  # longest structure, in characters, that is validated again after a change
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
 
 
@@ -40,8 +40,8 @@ class TensorResult(WriteResult):
     """The result of ``write_data`` for a tensor, instead of torch's ``WriteResult``, with the offset of its bytes.
 
     Attributes:
-        content: the offset of the first element of the written shard in the file ``storage_data.relative_path``; the
-            others follow without gaps.
+        content: the offset of the shard's first element in the file ``storage_data.relative_path``. The other elements
+            follow without gaps.
         stride: the strides of the elements, as in ``Tensor.stride``; None for row-major order.
     """
 
@@ -51,7 +51,7 @@ class TensorResult(WriteResult):
 
 @dataclass(frozen=True)
 class ArchiveResult(WriteResult):
-    """The result of ``write_data`` for an item in the form of ``torch.save``; ``storage_data`` has its location."""
+    """The result of ``write_data`` for an item that ``torch.save`` has written. ``storage_data`` is its location."""
 
 
 class Chunk(NamedTuple):
@@ -72,12 +72,12 @@ class Stored(NamedTuple):
 
     dtype: torch.dtype | None  # dtype of the tensor; ``None`` for an object
     shape: torch.Size  # shape of the whole tensor
-    # the shards of a tensor, which cover it exactly once; an object's only chunk; ``None`` if only its storage reads it
+    # the shards, which cover a tensor exactly once; or an object's only chunk; ``None`` if only the storage can read it
     chunks: tuple[Chunk, ...] | None
 
     @property
     def is_subclass(self) -> bool:
-        """Whether some shard wraps other tensors; such a tensor is read in the form in which it was saved."""
+        """Whether a shard wraps other tensors. Such a tensor is read in the form in which it was saved."""
         return any(chunk.layout == SUBCLASS for chunk in self.chunks or ())
 
 
@@ -114,7 +114,7 @@ class Index:
             raise CheckpointError(f"{INDEX} is invalid: {str(error)[:300]}.") from error
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor or object of that name exists."""
+        """Return whether the checkpoint has a tensor or object of that name."""
         return name in self._tensors or name in self._objects
 
     def find(self, name: str) -> Stored | None:
@@ -135,7 +135,7 @@ class Index:
 
 
 def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-    """Return the start, shape and layout of a chunk; without them in the index, the chunk is the whole tensor."""
+    """Return the start, shape and layout of a chunk. A chunk without them in the index is a whole tensor."""
     start, shape, layout = (*part, None)[:3] if part else ([0] * len(whole), whole, None)
     return tuple(start), tuple(shape), tuple(layout) if type(layout) is list else layout
 
@@ -144,7 +144,7 @@ def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int
 
 
 def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
-    """Return ``index.json`` from the JSON of the tables and structures. Raises: ``CheckpointError`` if too large."""
+    """Return ``index.json``. ``tensors``: :func:`tables` as JSON. Raises: ``CheckpointError`` if it is too large."""
     texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
     data = f'{tensors[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
     if len(data) > INDEX_BYTES:
@@ -157,7 +157,7 @@ def make_index(tensors: str, state: Mapping[str, Encoded]) -> bytes:
 
 
 class Readable(NamedTuple):
-    """The validated parts of an index, as text: the tables, and the structure of each entry."""
+    """The validated content of an index, as JSON strings: the tables, and the structure of each entry."""
 
     tables: str = ""
     state: Mapping[str, str] = {}
@@ -167,10 +167,10 @@ class Readable(NamedTuple):
 def expect_readable(
     index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
 ) -> Readable:
-    """Validate an index before its commit, as a reader does, and return its parts. Raises: ``CheckpointError``.
+    """Validate an index before its commit, as a reader does, and return its content. Raises: ``CheckpointError``.
 
-    If the tables equal the tables ``before``, only short structures that have changed are validated: for 100,000
-    tensors, a complete validation takes one or two seconds on the background thread.
+    ``before``: the content of the last index. If its tables are equal, only short structures that have changed are
+    validated: for 100,000 tensors, a complete validation takes one or two seconds on the background thread.
     """
     found = Index.loads(index, sizes) if tables != before.tables else None
     for name, encoded in state.items():
@@ -185,9 +185,9 @@ def expect_readable(
 
 @without_gc()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
-    """Return the tables of ``index.json`` from torch's metadata and the results of each rank's ``write_data``.
+    """Build the tables of ``index.json`` from torch's metadata and the results of each rank's ``write_data``.
 
-    ``objects`` has the names of objects, and of tensors that wrap others. Raises: ``CheckpointError``.
+    ``objects``: the names of the objects, and of the tensors that wrap others. Raises: ``CheckpointError``.
     """
     files: dict[str, int] = {}
 
@@ -301,7 +301,7 @@ def expect_strides(shape: Sequence[int], strides: Any) -> None:
 
 
 def overlap(boxes: list[_Box]) -> bool:
-    """Whether any two boxes overlap. Sweeps along the dimension with the most distinct starts."""
+    """Return whether any two boxes overlap. Sweeps along the dimension with the most distinct starts."""
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:
         return True
@@ -316,7 +316,7 @@ def overlap(boxes: list[_Box]) -> bool:
 
 
 def _check_extents(extents: list[Any], ends: list[int]) -> None:
-    """Check that the extents are inside their files and do not overlap; tied tensors may share an extent."""
+    """Check that the byte ranges are inside their files and do not overlap. Tied tensors may share a range."""
     for file, offset, length in extents:
         if type(file) is not int or type(offset) is not int or type(length) is not int:
             raise TypeError("a file number, offset or length is not an integer")

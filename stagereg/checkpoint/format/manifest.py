@@ -1,7 +1,7 @@
 """The manifest of a checkpoint with the digests of its files, and the names of files and directories. Does no I/O.
 
-A directory is a checkpoint if its manifest is readable and all files in it exist with the right size. Serial numbers
-count commits, so the newest checkpoint is the one committed last, even if the run was resumed from an older step.
+A directory is a checkpoint if its manifest is readable, and all files in the manifest exist with the right size. Serial
+numbers count commits. So the newest checkpoint is the last commit, even if the run was resumed from an older step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ RESTORED = ".restored.json"
 SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
 FOLLOWED = "done.json"  # the record of `stagereg follow`, in its own directory
-RUN = ".run.json"  # the id and the branches of a run with a local tier
+RUN = ".run.json"  # the id of a run with a local tier, and its branches (histories between rollbacks)
 LATEST = "latest"
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # written by `DcpWriter` instead of a manifest
 METADATA = ".metadata"  # torch's metadata
 _FORMAT = 2
-_STEP_NAME = re.compile(r"step-(?P<step>\d{1,19}(?!\d))(\.[0-9a-f]+)?", re.ASCII)  # a token distinguishes equal steps
+_STEP_NAME = re.compile(r"step-(?P<step>\d{1,19}(?!\d))(\.[0-9a-f]+)?", re.ASCII)  # a token may follow the step
 _LONGEST_NAME = 255  # bytes, the limit of file systems
 MOST = (1 << 63) - 1  # the greatest number in a manifest, such as a step or a size
 LATEST_TIME = 1 << 37  # in the year 6325; every platform can convert it to a date
@@ -76,7 +76,7 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of commits, greater for later commits; the step decides between equal serial numbers."""
+        """The sort key of commits: the serial number, greater for later commits, and then the step."""
         return self.serial, self.step
 
     @property
@@ -85,7 +85,7 @@ class Manifest:
         return "; ".join(f"{', '.join(names)} of rank {rank}" for rank, names in self.lost.items() if names)
 
     def dumps(self) -> str:
-        """Return the text of ``manifest.json``, with the CRC-32 of its JSON with sorted keys and without spaces."""
+        """Return the text of ``manifest.json``. Its CRC-32 is that of compact JSON with sorted keys."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
         for name in ("metrics", "lost", "command"):
             if not data[name]:
@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def key(self) -> str:
-        """The identity of the checkpoint, which does not depend on a token in its name."""
+        """The identity of the checkpoint, independent of a token (random suffix) in its directory name."""
         return f"{plain_name(self.name)} {self.manifest.serial} {self.manifest.time}"
 
 
@@ -165,12 +165,12 @@ def step_of(name: str) -> int | None:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a step's directory without its token, if it has one; return any other name unchanged."""
+    """Return a step's directory name without its token (random suffix). Other names are returned unchanged."""
     return name if step_of(name) is None else name.partition(".")[0]
 
 
 def step_within(name: str) -> int | None:
-    """Return the step that a name contains, such as a temporary name or a name with a token; ``None`` for no step."""
+    """Return the step in a name, which may be temporary or have a token (random suffix); ``None`` if it has no step."""
     found = _STEP_NAME.search(name)
     return None if found is None else int(found["step"])
 
@@ -181,12 +181,12 @@ def new_token() -> str:
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics for JSON, with NaN and infinity as text."""
+    """Return metrics for JSON, with NaN and infinity as strings."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 def metrics_from_json(data: Any) -> dict[str, float]:
-    """Undo :func:`metrics_to_json`. Raises: ``ValueError`` if ``data`` does not consist of metrics."""
+    """Undo :func:`metrics_to_json`. Raises: ``ValueError`` if ``data`` is not a mapping of names to numbers."""
     if not isinstance(data, dict) or not all(is_name(name) for name in data):
         raise ValueError("its metrics are not a mapping of names to numbers")
     for name, value in data.items():
@@ -196,7 +196,7 @@ def metrics_from_json(data: Any) -> dict[str, float]:
 
 
 def now() -> int:
-    """Return the current time, limited to the range of a manifest in case the clock is wrong."""
+    """Return the current time in seconds, limited to the values that a manifest accepts, in case the clock is wrong."""
     return min(max(0, int(time.time())), LATEST_TIME)
 
 
@@ -207,12 +207,12 @@ def _lost(data: Any, world_size: int) -> dict[str, list[str]]:
     if None in numbers or not all(isinstance(x, str) and is_name(x) for names in data.values() for x in names):
         raise ValueError("its field 'lost' does not map numbers of ranks to names")
     if not all(number is not None and number < world_size for number in numbers):
-        raise ValueError(f"its field 'lost' has a rank that is not below the world size, {world_size}")
+        raise ValueError(f"its field 'lost' has a rank >= the world size {world_size}")
     return data
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is a printable name: no control characters, and not longer than the name of a file may be."""
+    """Return whether a string is a valid name: printable, not empty, and at most as long as a file name may be."""
     return text.isprintable() and 0 < len(text.encode()) <= _LONGEST_NAME
 
 

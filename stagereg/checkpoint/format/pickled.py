@@ -1,7 +1,7 @@
 """Checks objects of a state that JSON cannot represent before they are written, and reads them without running code.
 
-``torch.save`` stores a tuple that contains a tensor, or a value of an allowed type
-(``torch.serialization.add_safe_globals([T])``); ``torch.load(weights_only=True)`` reads it. A save first tries both
+``torch.save`` stores such an object: a tuple that contains a tensor, or a value of an allowed type
+(``torch.serialization.add_safe_globals([T])``). ``torch.load(weights_only=True)`` reads it. A save first tries both
 without tensor data. :mod:`.archives` and :mod:`.archive_pickle` check an archive before torch reads it.
 """
 
@@ -46,11 +46,11 @@ _NO_POSITION = (
     "  for batch in sampler.batches(loader, epochs=...):\n"
     "A stateful loader, such as torchdata's StatefulDataLoader, can be in the state itself"
 )
-_loadable: set[object] = set()  # kinds of tensors that wrap others and that were read back in a test
+_loadable: set[object] = set()  # kinds of wrapping tensors that passed the test of reading back
 
 
 def expect_loadable(name: str, value: Any) -> None:
-    """Raise ``CheckpointError``, with advice, if a value called ``name`` could not be read back."""
+    """Raise ``CheckpointError``, with advice, if the value called ``name`` could not be read back."""
     if type(value) is ShardedTensor:  # its shards are dense
         return
     if isinstance(value, torch.Tensor) and wraps(value):
@@ -81,7 +81,7 @@ def _types_in(attribute: tuple[str, Any]) -> tuple[object, ...]:
 
 
 def _expect_read_back(name: str, value: Any, form: str = "") -> None:
-    """Raise ``CheckpointError`` if a value cannot be read back, or has another form than ``form`` afterwards."""
+    """Raise ``CheckpointError`` if a trial save cannot be read back, or if its form is not ``form`` afterwards."""
     stream = io.BytesIO()
     try:
         with torch.serialization.skip_data():
@@ -112,7 +112,7 @@ def _expect_read_back(name: str, value: Any, form: str = "") -> None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value has its own state, which is saved and restored instead of the value."""
+    """Return whether a value has its own state, which is saved and restored instead of the value."""
     return is_stateful(value) or is_generator(value)
 
 
@@ -133,7 +133,7 @@ def expect_no_data(name: str, value: Any, kinds: tuple[type, ...] = _LOADERS) ->
 
 
 def find_object(value: Any) -> str | None:
-    """Return the type of the first object with its own state in a pickle of ``value``; ``None`` for no such object."""
+    """Return the type of the first object with its own state inside ``value``; ``None`` if no such object exists."""
     try:
         _ObjectFinder(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
     except _FoundError as found:
@@ -148,7 +148,7 @@ class _FoundError(Exception):
 
 
 class _ObjectFinder(pickle.Pickler):
-    """Raises ``_FoundError`` at the first object with its own state; omits the content of tensors."""
+    """Pickles a value without the content of tensors. Raises ``_FoundError`` at the first object with its own state."""
 
     def reducer_override(self, x: Any) -> Any:
         if is_object(x):
@@ -190,7 +190,7 @@ def _read(found: Mapping[str, memoryview]) -> Any:
 
 
 def _refusal(found: Mapping[str, memoryview], error: Exception, otherwise: str) -> str:
-    """Describe the types in an archive that torch refuses, and the call that allows them."""
+    """Describe which types in an archive torch does not accept, and which call allows these types."""
     try:
         stream: Any = Archive(found)
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))[:_SHOWN]

@@ -1,8 +1,8 @@
 """Plain tensors whose attributes declare shards of a larger tensor: torch 2.14's ``CheckpointableTensor``.
 
-The four attributes are the shape of the larger tensor (``global_shape``), and for each shard its offsets in the larger
-tensor (``global_offsets``), its offsets in this tensor (``local_offsets``) and its shape (``local_sizes``). Elements
-outside of the shards are padding.
+Such a tensor has four attributes: the shape of the larger tensor (``global_shape``), and for each shard its offsets in
+the larger tensor (``global_offsets``), its offsets in this tensor (``local_offsets``) and its shape (``local_sizes``).
+Elements outside of the shards are padding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 class LocalPart(NamedTuple):
     """A shard that a tensor declares."""
 
-    start: torch.Size  # its offsets in the larger tensor
-    data: torch.Tensor  # a view of the tensor that declares it
+    start: torch.Size  # offsets of the shard in the larger tensor
+    data: torch.Tensor  # the shard, a view of the declaring tensor
 
 
 def is_split(x: Any) -> bool:
-    """Whether a value is a tensor with the four attributes."""
+    """Return whether a value is a tensor that declares shards, by having the four attributes."""
     if type(x) in _PLAIN:
         attributes = x.__dict__
         return bool(attributes) and all(name in attributes for name in _NAMES)
@@ -40,7 +40,7 @@ def shape_of(x: Any) -> torch.Size:
 
 
 def layout_of(x: Any) -> tuple[Any, ...]:
-    """Return the four attributes as tuples, which can be compared."""
+    """Return the four attributes as tuples, for comparison."""
     lists = (x.global_offsets, x.local_offsets, x.local_sizes)
     return (tuple(x.global_shape), *(tuple(map(tuple, each)) for each in lists))
 
@@ -57,7 +57,7 @@ def parts_of(x: Any) -> Iterator[LocalPart]:
 
 
 def carry(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Set the four attributes of ``source``, if it has them, on ``copy``, and return ``copy``."""
+    """Copy the four attributes from ``source``, if it has them, to ``copy``, and return ``copy``."""
     if is_split(source):
         for name in _NAMES:
             setattr(copy, name, getattr(source, name))

@@ -1,7 +1,7 @@
-"""Reads untrusted pickles one instruction at a time. Imports and calls only functions that a subclass knows by name.
+"""Reads untrusted pickles one instruction at a time. Imports and calls only functions that a subclass allows by name.
 
-Python's own unpickler in C allocates memory by the numbers in a file before it checks them, and can modify classes.
-This unpickler takes memory in proportion to the size of the file, and rejects all instructions not listed here.
+Python's own unpickler in C allocates memory for sizes in a file before it checks them, and can modify classes. This
+unpickler takes memory in proportion to the size of the file, and rejects all instructions that are not listed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TORCH_SAVE = (  # instructions that ``torch.load(weights_only=True)`` accepts
 )  # fmt: skip
 _PICKLE = pickle.MEMOIZE + pickle.SHORT_BINUNICODE + pickle.STACK_GLOBAL  # instructions of later protocols
 
-_ITEMS = 1 << 15  # most items that all calls together copy, in addition to one for each byte of the pickle
+_ITEMS = 1 << 15  # maximum items that all calls together may copy, plus one for each byte of the pickle
 
 
 class _Instructions(dict[int, Any]):
@@ -35,7 +35,7 @@ class Name(str):
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Unpickles ``data`` in :meth:`load`, which raises an exception of any class for an unknown instruction or name."""
+    """Unpickles ``data``. :meth:`load` raises an exception, of any class, for an unknown instruction or name."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         stream = io.BytesIO(data)
@@ -58,9 +58,9 @@ class BoundedUnpickler(pickle._Unpickler):
         return Name(f"{module}.{name}")
 
     def gone_through(self, items: int) -> None:
-        """Count items that are copied or checked, since a pickle may use one large value any number of times.
+        """Count items that are copied or checked, because a pickle may refer to one large value many times.
 
-        Raises: ``ValueError`` if there are more than a pickle of this size can write without such repetitions.
+        Raises: ``ValueError`` if the count is too large for a pickle of this size that has no such repetitions.
         """
         self._items_left -= items
         if self._items_left < 0:
@@ -84,11 +84,11 @@ class BoundedUnpickler(pickle._Unpickler):
         raise NotImplementedError
 
     def make_tuple(self, items: list[Any]) -> Any:
-        """Return a tuple with limits, so that Python, which follows each path into it, hashes and prints it quickly."""
+        """Return a tuple. A subclass limits its nesting, because Python follows each path in it to hash or print it."""
         raise NotImplementedError
 
     def set_items(self, of: Any, items: list[Any]) -> None:
-        """Set items of a dict; ``items`` has keys and values alternately."""
+        """Set items of a dict. ``items`` contains keys and values alternately."""
         raise NotImplementedError
 
     def _tuple_of(self, count: int) -> None:

@@ -1,8 +1,8 @@
 """Tensor subclasses that wrap other tensors and have no storage of their own, such as quantized weights of torchao.
 
-``__tensor_flatten__`` names the inner tensors, which have the bytes and may wrap other tensors. A copy to a tensor of
-the nominal dtype would round, so the inner tensors are saved and compared. Functions treat a ``DTensor`` as its local
-tensor.
+``__tensor_flatten__`` names the inner tensors, which have the bytes and may wrap other tensors. A copy to a plain
+tensor of the outer dtype would round, so the inner tensors are saved and compared. The functions here treat a
+``DTensor`` as its local tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def wraps(x: Any) -> bool:
-    """Whether a value is a tensor of a subclass that has no storage of its own."""
+    """Return whether a value is a tensor of a subclass that has no storage of its own."""
     if type(x) in _PLAIN or not isinstance(x, torch.Tensor):
         return False
     if isinstance(x, DTensor):
@@ -35,7 +35,7 @@ def wraps(x: Any) -> bool:
 
 
 def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the inner tensors that have storage; the tensor itself if it wraps none; nothing if it names none."""
+    """Yield the inner tensors with storage; ``x`` if it wraps no tensor; nothing if its class does not list them."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     if not wraps(x):
         yield x
@@ -45,7 +45,7 @@ def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def form_of(x: torch.Tensor) -> str:
-    """Describe everything except the bytes of a tensor: its class, and the dtypes and shapes of inner tensors."""
+    """Describe a tensor except its bytes: its class, and the dtypes and shapes of its inner tensors."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     kind = f"{x.dtype} {[*x.shape]}"
     if not is_traceable_wrapper_subclass(x):
@@ -62,13 +62,13 @@ def name_of(x: torch.Tensor) -> str:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same form (:func:`form_of`), and inner tensors with the same bytes."""
+    """Return whether two tensors have the same form (:func:`form_of`), and inner tensors with the same bytes."""
     with torch.no_grad():
         return form_of(one) == form_of(other) and all(map(_same_elements, inner_tensors(one), inner_tensors(other)))
 
 
 def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits, whatever their strides and devices."""
+    """Return whether two tensors of one shape and dtype have the same bits. Strides and devices may differ."""
     for dim, n in enumerate(x.shape):
         if n > 1 and x.stride(dim) == y.stride(dim) == 0:  # expanded: all elements equal the first
             x, y = x.narrow(dim, 0, 1), y.narrow(dim, 0, 1)
@@ -76,7 +76,7 @@ def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    # Not contiguous(), which would keep the strides of a single element, whatever they are.
+    # contiguous() would keep the strides of a tensor with one element, which may be any numbers.
     flat = torch.empty(x.numel(), dtype=x.dtype, device="cpu")
     flat.view(x.shape).copy_(x)
     return flat.view(torch.uint8)

@@ -189,9 +189,7 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
 
 
 def _kind(x: Any) -> object:
-    """Return a key, equal for values with equal plans: a tuple if this module plans the value; ``None`` if not a
-    tensor.
-    """
+    """Return a key, equal for values with equal plans: a tuple if this module plans it; ``None`` if not a tensor."""
     if split_tensors.is_split(x):
         return x.dtype, x.shape, split_tensors.layout_of(x)
     if type(x) is torch.Tensor:

@@ -1,9 +1,9 @@
 """Writes a file in large pieces, to a disk with ``O_DIRECT`` or to an object store.
 
 With ``O_DIRECT`` the disk reads the program's memory directly: no copy, little CPU time, and no page evicted from the
-page cache. The address, offset and length of such a write must be multiples of a block. So small data goes through two
-aligned buffers, whole pages are written directly if they are page-aligned in the file too, and the end of the file goes
-through the page cache. A thread writes while the caller's thread computes the CRC-32; both release the GIL.
+page cache. The address, offset and length of such a write must be multiples of a disk block. So small data goes through
+two aligned buffers, whole pages are written directly if they are page-aligned in the file too, and the end of the file
+goes through the page cache. A thread writes while the caller's thread computes the CRC-32; both release the GIL.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from stagereg.checkpoint.store.local_files import PAGE
 
 BLOCK_BYTES = 4 << 20  # each block of a file has its own CRC-32; the last block may be shorter
 
-_UNLOCKED_COPY_BYTES = 1 << 16  # smallest copy that releases the GIL
-_STRAIGHT_BYTES = 1 << 20  # smallest memory that is written without a buffer
+_UNLOCKED_COPY_BYTES = 1 << 16  # size of the smallest copy that releases the GIL
+_STRAIGHT_BYTES = 1 << 20  # size of the smallest memory that is written without a buffer
 _CHUNK_BYTES = 1 << 24
-_MOST_PENDING = 8  # most pieces in the queue; more would hold the caller's memory too long
+_MOST_PENDING = 8  # maximum pieces in the queue; more would hold the caller's memory too long
 
 
 class AlignedFile:
-    """A new file ``target``. A thread writes its data in order; if no thread can be started, the caller does.
+    """A new file. A thread writes its data to ``target`` in order, or the caller if no thread can be started.
 
     Small writes go through ``buffers`` (:func:`make_buffers`), which another file may use afterwards. Call
     :meth:`finish` before the context manager exits. Methods raise the ``OSError`` of the current or an earlier write.
@@ -94,12 +94,12 @@ class AlignedFile:
         return size
 
     def align(self, address: int, nbytes: int) -> None:
-        """Write zeros, so that ``nbytes`` at ``address``, if they are large enough, can follow without a buffer."""
+        """Write zeros up to an offset from which large memory of ``nbytes`` at ``address`` needs no buffer."""
         if nbytes >= _STRAIGHT_BYTES:
             self.write(bytes((address - self.tell()) % PAGE))
 
     def write_memory(self, data: memoryview) -> None:
-        """Write memory, which must not change until :meth:`finish`; the view is released when it is written.
+        """Write memory, which must not change until :meth:`finish`. Its view is released as soon as it is written.
 
         After :meth:`align`, only the two ends of large memory go through a buffer.
         """
@@ -165,7 +165,7 @@ class AlignedFile:
 
 
 def make_buffers(nbytes: int) -> list[memoryview]:
-    """Return two buffers of ``nbytes``, a multiple of a page. With huge pages a disk takes a quarter less time."""
+    """Return two buffers of ``nbytes``, a multiple of a page. With huge pages, disk writes take a quarter less time."""
     buffers = [private_memory(nbytes) for _ in range(2)]
     for each in buffers:
         with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ def make_buffers(nbytes: int) -> list[memoryview]:
 
 
 def _copy(to: memoryview, data: memoryview) -> None:
-    """Copy bytes. Releases the GIL for large copies; an assignment would hold it."""
+    """Copy bytes. Releases the GIL for large copies, unlike a slice assignment."""
     if len(data) < _UNLOCKED_COPY_BYTES or data.readonly:
         to[:] = data
     else:

@@ -2,7 +2,7 @@
 
 The file of a rank has the same archives as with torch's writer (:mod:`.envelope`); only their order, and the zeros
 between them, differ. Large tensors in host memory are written directly, other tensors through a buffer. Tensors with
-gaps, or on an accelerator, are copied before. The few kinds without an envelope are written by ``torch.save``.
+gaps, or on an accelerator, are copied first. Kinds of tensors without an envelope are written by ``torch.save``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stagereg.registry import register
 class DcpStorage(FileStorage):
     """Writes files that ``torch.distributed.checkpoint.load`` can read, with ``O_DIRECT`` if the file system has it.
 
-    Takes hardly any CPU time from training, and evicts nothing from its page cache. Large tensors are written directly
+    Takes hardly any CPU time from training, and evicts nothing from the page cache. Large tensors are written directly
     from their memory; small tensors and tensors with gaps go through two small buffers. If a file system does not
     support ``O_DIRECT``, like some network and memory file systems, files go through the page cache, which is logged.
 
@@ -66,7 +66,7 @@ class TorchDcpStorage(FileSystemWriter, Storage):
         super().__init__(path or "")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write with torch's writer, and return its results as archives."""
+        """Write with torch's writer, and report each of its results as an archive of ``torch.save``."""
         written = super().write_data(plan, planner)
         return written.then(
             lambda done: [ArchiveResult(each.index, each.size_in_bytes, each.storage_data) for each in done.wait()]

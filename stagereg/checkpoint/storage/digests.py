@@ -1,6 +1,6 @@
-"""CRC-32 of the values that a rank passes to a storage, for a limited number of bytes.
+"""Computes the CRC-32 of the values that a rank passes to a storage, for a limited number of bytes.
 
-The values are read back and compared only in the first save with a storage of another package
+Only the first save with a storage of another package reads the values back and compares them
 (:mod:`stagereg.checkpoint.load.read_back`).
 """
 
@@ -16,7 +16,7 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.kernel.memory import view_of
 
-MOST_BYTES = 256 << 20  # most bytes that a rank checksums, and that rank 0 reads back
+MOST_BYTES = 256 << 20  # maximum bytes that a rank checksums, and that rank 0 reads back
 
 Written: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A written item: the name of its entry, and its start and shape in the tensor, which are empty for an object."""
@@ -24,7 +24,7 @@ K = TypeVar("K")
 
 
 def digests_of(items: Iterable[WriteItem], planner: SavePlanner) -> dict[Written, int]:
-    """Return the CRC-32 of a selection of items (:func:`bounded`), except tensors that wrap others."""
+    """Return the CRC-32 of the items that :func:`bounded` selects, except tensors that wrap others."""
     by_key: dict[Written, WriteItem] = {}
     sizes: dict[Written, int] = {}
     for item in items:
@@ -49,7 +49,7 @@ def digest(x: torch.Tensor) -> int:
 
 
 def bounded(sizes: Mapping[K, int]) -> list[K]:
-    """Select keys of at most :data:`MOST_BYTES` in total: the largest that fits into half of it, then the smallest."""
+    """Select keys of at most :data:`MOST_BYTES` in total: the largest one up to half the limit, then the smallest."""
     keys = sorted(sizes, key=sizes.__getitem__)
     large = [key for key in keys if 2 * sizes[key] <= MOST_BYTES][-1:]
     chosen, left = large, MOST_BYTES - sum(sizes[key] for key in large)

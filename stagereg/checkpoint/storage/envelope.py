@@ -1,6 +1,6 @@
 """The archive of one tensor in a file of torch's distributed checkpoint, as ``torch.save`` writes it.
 
-It is a zip archive whose one large record is the content of the tensor's storage::
+The archive is a zip file whose one large record is the content of the tensor's storage::
 
     offset                         offset + len(head)                            offset + length
     | head: form of the tensor, …  | content: the elements, nothing between them | tail: checksums, directory |
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
-_KEPT = 1 << 15  # most cached envelopes, one for each kind of tensor
+_KEPT = 1 << 15  # maximum cached envelopes, one for each kind of tensor
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name from 3.13 on
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The bytes before and after a tensor's content; ``stride`` has the strides of the elements in the content."""
+    """The bytes before and after a tensor's content. ``stride``: the strides of the elements in the content."""
 
     head: bytes
     tail: bytes
@@ -45,7 +45,7 @@ def envelope(x: torch.Tensor) -> Envelope | None:
 @functools.lru_cache(_KEPT)
 def _asked(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Envelope | None:
     nbytes = shape.numel() * dtype.itemsize
-    # The memory is only reserved, since it may be huge and is never read.
+    # Only reserve the memory, because it may be huge and is never read.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     reserved = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     archive = _Archive()

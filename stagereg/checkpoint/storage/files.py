@@ -1,4 +1,4 @@
-"""The base class of storages that write files: computes digests while writing, and makes each file durable at its end.
+"""The base class of storages that write files. It computes digests while writing, and makes each finished file durable.
 
 After a network error, the whole write is repeated.
 """
@@ -73,12 +73,12 @@ class FileStorage(Storage):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return True; :meth:`reset` checks the path."""
+        """Return True, because :meth:`reset` checks the path."""
         return True
 
     @property
     def finished(self) -> bytes | None:
-        # A subclass that overrides these methods is called in each save.
+        # If a subclass overrides one of these methods, each save must call it.
         own, kind = FileStorage, type(self)
         is_own = kind.finish is own.finish and kind.prepare_global_plan is own.prepare_global_plan
         return self._metadata if is_own else None
@@ -88,7 +88,7 @@ class FileStorage(Storage):
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin a new checkpoint, in ``checkpoint_id`` if it is given. Raises: ``CheckpointError``."""
+        """Begin a new checkpoint in ``checkpoint_id``, by default in :attr:`path`. Raises: ``CheckpointError``."""
         path = os.fspath(checkpoint_id or self.path)
         expect_fit(self, path)
         self.path = path
@@ -109,7 +109,7 @@ class FileStorage(Storage):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number the ranks. Called on the coordinator."""
+        """Store in each plan the number of its rank. Called on the coordinator."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -143,7 +143,7 @@ class FileStorage(Storage):
 
     @contextmanager
     def create(self, name: str) -> Generator[AlignedFile, None, None]:
-        """Create a file in :attr:`path`. After the ``with`` block it is durable and its digest is known."""
+        """Create a file in :attr:`path`. After the ``with`` block, it is durable, and :attr:`marks` has its digest."""
         path = f"{self.path.rstrip('/')}/{name}"
         target = backend_of(path).create(path, self._direct, self.mode)
         self._buffers = self._buffers or make_buffers(self._buffer_bytes)
@@ -174,7 +174,7 @@ def torch_reader(path: StrPath, unpack: Callable[[bytes], bytes] | None = None) 
 
 
 def standalone(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for ``torch.save``: in host memory, in a storage without other elements."""
+    """Return a tensor for ``torch.save``, copied if necessary: in host memory, in a storage without other elements."""
     if wraps(x):
         return owning(x)
     x = x.detach().resolve_conj().resolve_neg()

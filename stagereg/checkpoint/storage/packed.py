@@ -26,7 +26,7 @@ class PackedStorage(FileStorage):
 
     @abstractmethod
     def unpack(self, data: bytes) -> bytes:
-        """Return the bytes that :meth:`pack` was given. Thread-safe; also for a storage built without arguments."""
+        """Undo :meth:`pack`. Thread-safe. Must also work in a storage that was built without arguments."""
 
     def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:

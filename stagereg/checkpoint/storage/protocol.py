@@ -1,6 +1,6 @@
 """The protocol of a storage, a ``StorageWriter`` (torch 2.13) that also returns its reader, and the names of storages.
 
-A ``StorageWriter`` for torch is a storage if it has :meth:`Storage.reader`; a subclass of :class:`Storage` may also
+Any ``StorageWriter`` of torch is a storage if it has :meth:`Storage.reader`; a subclass of :class:`Storage` may also
 define optional members. A manifest contains the name of its storage: the registered name, otherwise the dotted path of
 the class. The project's own storages keep their names even if another package registers the same name.
 """
@@ -33,20 +33,20 @@ class Storage(StorageWriter):
     3. ``write_data`` writes this rank's files; the coordinator's ``finish`` follows when all ranks have written theirs.
     4. ``marks`` returns the digests of the files, if the storage has them. Steps 1 to 4 may be repeated.
 
-    A storage promises:
+    A storage must meet these requirements:
 
-    1. *Complete or an error.* A failed write is an ``OSError`` with the error of the operating system.
-    2. *On the disk.* A file that has a digest is flushed to the disk; the checkpointer flushes the others.
-    3. *Bit for bit.* :meth:`reader` reads the values that were written, also in another process and on other ranks.
-    4. *No arguments needed.* It can be built without arguments: a checkpoint names its storage, and the name is enough
-       to read it.
+    1. *Complete or an error.* A failed write raises an ``OSError`` with the error of the operating system.
+    2. *On the disk.* A file that has a digest is flushed to the disk; the checkpointer flushes all other files.
+    3. *Bit for bit.* :meth:`reader` reads the values that were written, even in another process and on other ranks.
+    4. *No arguments needed.* It can be built without arguments, because a checkpoint records only the name of its
+       storage.
     5. *Portable.* It can be pickled before ``write_data`` and after it.
 
     A subclass must define torch's methods and ``reader``.
 
     Attributes:
-        remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
-        wraps: the storage that writes for this storage; its name is in the manifest, and it reads the checkpoint.
+        remote: False if the storage writes only to file systems of this machine. Saving to a URL then fails.
+        wraps: the storage that writes for this storage. The manifest names that storage, and it reads the checkpoint.
     """
 
     remote: bool = True
@@ -62,17 +62,17 @@ class Storage(StorageWriter):
 
     @property
     def finished(self) -> bytes | None:
-        """The content of ``.metadata`` from the last ``finish``, empty before it; ``None`` if each save must call it.
+        """The content of ``.metadata`` from the last ``finish``; ``None`` if each save must call ``finish``.
 
         Unless it is ``None``, ``finish`` must write no other file, and ``finish`` and ``prepare_global_plan`` must be
-        deterministic: if all ranks write the same values to the same places as before, the checkpointer writes this
-        content instead of calling them.
+        deterministic: if all ranks write the same values to the same places as in the last save, the checkpointer
+        writes this content instead of calling the two methods.
         """
         return None
 
     @property
     def marks(self) -> Mapping[str, FileDigest]:
-        """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``, if known.
+        """The size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``, if known.
 
         The names are relative to the directory. The digests are computed from the bytes that are written. The
         checkpointer reads every other file once more to compute its digest.
@@ -81,7 +81,7 @@ class Storage(StorageWriter):
 
 
 def is_builtin(storage: Storage) -> bool:
-    """Whether a storage is the project's own. It returns offsets, so no checkpoint needs its reader."""
+    """Return whether a storage belongs to stagereg. Such a storage reports offsets, so its reader is not needed."""
     return type(storage).__module__.startswith("stagereg.")
 
 

@@ -41,8 +41,8 @@ from stagereg.errors import CheckpointError
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # smaller ranges are read together with their neighbours
-_RUN_BYTES = 1 << 20  # most bytes of such a read
-_PIECE_BYTES = 1 << 23  # most bytes of any read into a tensor
+_RUN_BYTES = 1 << 20  # maximum bytes of a joint read of small ranges
+_PIECE_BYTES = 1 << 23  # maximum bytes of a read into a tensor
 
 
 class CheckpointFiles(ExitStack):
@@ -72,7 +72,7 @@ class CheckpointFiles(ExitStack):
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        """Rename the entries to their names in ``state``. Raises: ``CheckpointError``."""
+        """Rename the saved entries to their names in ``state`` by ``name_map``. Raises: ``CheckpointError``."""
         self._saved_names = name_map.rename_entries(self.index.state, state)
         self.index.state = {here: self.index.state[saved] for here, saved in self._saved_names.items()}
 
@@ -80,7 +80,7 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        ``rank`` is as in :func:`.encoding.decode`. Raises: ``CheckpointError``.
+        ``rank``: see :func:`.encoding.decode`. Raises: ``CheckpointError``.
         """
         found = encoding.decode(self.index.state[name], self._saved_names.get(name, name), rank)
         for leaf in encoding.marks(found):
@@ -90,22 +90,22 @@ class CheckpointFiles(ExitStack):
         return found
 
     def open_for(self, leaves: Iterable[Leaf]) -> None:
-        """Open the files of leaves. Raises: ``CheckpointError`` if a file is not a regular file; ``OSError``."""
+        """Open the files of ``leaves``. Raises: ``CheckpointError`` if one is not a regular file; ``OSError``."""
         for leaf in leaves:
             for chunk in leaf.stored.chunks or ():
                 self.file(chunk.file)
 
     def read(self, leaves: Sequence[Leaf]) -> None:
-        """Read leaves, each into its ``value``. Raises: ``CheckpointError``, ``OSError``.
+        """Read the value of each leaf, and store it in ``leaf.value``. Raises: ``CheckpointError``, ``OSError``.
 
-        A tensor is read into ``live`` if the leaf is ``in_place``, otherwise into new memory.
-        ``copy_`` converts a different dtype.
+        A tensor is read into ``live`` if the leaf is ``in_place``, otherwise into new memory. ``copy_`` converts a
+        different dtype.
         """
         self.plan(leaves).run()
 
     @without_gc()
     def plan(self, leaves: Sequence[Leaf]) -> Transfer:
-        """Return the transfer for :meth:`read`. Immediately reads the values that only the storage can read."""
+        """Return the transfer that :meth:`read` runs. Values that only the storage can read are read immediately."""
         transfer = Transfer(self.file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
@@ -169,13 +169,13 @@ class Readable(Protocol):
         """Whether the file is on this machine."""
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` from ``offset`` on. Raises: ``OSError``, also if the file is too short."""
+        """Fill ``memory`` with the bytes at ``offset``. Raises: ``OSError``, for example if the file is too short."""
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` from ``offset`` on, like :meth:`read_into`. Thread-safe."""
+        """Fill ``memory`` with the bytes at ``offset``, like :meth:`read_into`. Thread-safe."""
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return ``length`` bytes from ``offset`` on."""
+        """Return the ``length`` bytes at ``offset``."""
 
 
 class File:
@@ -190,7 +190,7 @@ class File:
             raise CheckpointError(f"{path} is not a regular file") from error
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` from ``offset`` on. Raises: ``OSError``, also if the file is too short."""
+        """Fill ``memory`` with the bytes at ``offset``. Raises: ``OSError``, for example if the file is too short."""
         while memory:
             if self.local:
                 count = os.preadv(self.stream.fileno(), [memory], offset)
@@ -202,7 +202,7 @@ class File:
             memory, offset = memory[count:], offset + count
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` like :meth:`read_into`, with one request for a remote file. Thread-safe."""
+        """Fill ``memory`` like :meth:`read_into`. Needs only one request for a remote file. Thread-safe."""
         if self.local:
             self.read_into(offset, memory)
             return
@@ -233,7 +233,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
             local = torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu")
             return subclasses.dtensor_like(sharded, local)
         return torch.empty_like(sharded, dtype=dtype)
-    is_replicated = leaf.placed == REPLICATED  # otherwise inferred, for example for Adafactor's factors
+    is_replicated = leaf.placed == REPLICATED  # otherwise inferred, for example for Adafactor's row and column factors
     if sharded is not None and (is_replicated or len(leaf.stored.shape) == sharded.ndim > 1):
         whole, mesh = torch.empty(leaf.stored.shape, dtype=dtype, device="cpu"), sharded.device_mesh
         return DTensor.from_local(whole.to(sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -281,7 +281,7 @@ class Transfer:
     def __init__(self, file: Callable[[str], Readable]) -> None:
         self._file = file
         self.moves: dict[str, list[_Move]] = defaultdict(list)  # moves by file
-        # Objects, and chunks whose order of elements or dtype differs from the tensor.
+        # Objects, and chunks that are converted, because their element order or dtype differs from the tensor.
         self.wholes: list[Whole] = []
         self._kept: list[torch.Tensor] = []  # keeps the memory of all addresses alive
 
@@ -295,7 +295,7 @@ class Transfer:
         return found
 
     def add_tensor(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
-        """Add the shard ``part``, which begins at ``start``, to be filled from the chunks of a stored tensor."""
+        """Add the shard ``part``, whose offsets in the whole tensor are ``start``, to be filled from stored chunks."""
         plain = part.is_cpu and part.is_contiguous() and part.dtype == stored.dtype
         for chunk in stored.chunks or ():
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
@@ -351,7 +351,7 @@ def _copy(
 
 
 def elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """Return a view of the bytes of a chunk as a tensor."""
+    """Return the bytes of a chunk as a tensor with the chunk's shape. The tensor is a view."""
     flat = data.view(dtype)
     return flat.as_strided(chunk.shape, chunk.layout) if isinstance(chunk.layout, tuple) else flat.view(chunk.shape)
 
@@ -361,7 +361,7 @@ def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slic
 
 
 def _jobs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Group moves, which are in file order, into reads: one long move, or several short moves close together."""
+    """Group moves, sorted by offset, into reads: one long move, or several short moves that are close together."""
     run: list[_Move] = []
     for move in moves:
         if run:

@@ -1,7 +1,7 @@
 """Reads tensors that wrap other tensors (:mod:`stagereg.checkpoint.format.wrappers`) bit for bit.
 
-A rank's shard of such a tensor is one archive, which a rank with the same shard reads directly. With another sharding,
-the shards are copied into a copy of the live tensor, if the subclass supports writes to slices.
+A rank's shard of such a tensor is one archive, which a rank with the same shard reads directly. If the sharding
+differs, the shards are copied into a copy of the live tensor, provided that the subclass supports writes to slices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Whole(NamedTuple):
 
 
 def wholes_of(leaf: Leaf) -> list[Whole] | None:
-    """Return the ranges to read for a leaf; ``None`` if this rank needs no tensor that wraps others.
+    """Return the file ranges to read for a leaf; ``None`` if this rank's shard does not wrap other tensors.
 
     Raises:
         CheckpointError: the tensor is sharded differently here, and its shards cannot be merged.
@@ -39,7 +39,7 @@ def wholes_of(leaf: Leaf) -> list[Whole] | None:
         return None
     start, shape = _wanted(leaf)
     parts = [chunk for chunk in leaf.stored.chunks if _overlap(chunk, start, shape)]
-    if not parts and isinstance(leaf.live, DTensor) and wraps(leaf.live):  # this rank has no elements of it
+    if not parts and isinstance(leaf.live, DTensor) and wraps(leaf.live):  # this rank has no elements
         leaf.value = dtensor_like(leaf.live, cloned(leaf.live._local_tensor))
         return []
     own = [chunk for chunk in parts if (chunk.start, chunk.shape) == (start, shape)]
@@ -75,7 +75,7 @@ def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         try:
             leaf.value = dtensor_like(leaf.live, leaf.value)
-        except Exception as error:  # torch asks the subclass for a view
+        except Exception as error:  # torch calls a view of the subclass
             raise CheckpointError(f"{leaf.name!r:.100} cannot be wrapped in a DTensor: {reason(error)}") from error
 
 
@@ -128,7 +128,7 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
 
 
 def _common(x: torch.Tensor, start: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return a view of the shard ``x`` at ``start``: its intersection with a shard of ``shape`` at ``other``."""
+    """Return a view of ``x``, a shard that begins at ``start``: its overlap with a shard of ``shape`` at ``other``."""
     for dim, (a, b, m) in enumerate(zip(start, other, shape, strict=True)):
         low, high = max(a, b), min(a + x.shape[dim], b + m)
         if high - low < x.shape[dim]:
