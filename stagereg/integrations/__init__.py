@@ -1,5 +1,5 @@
 """Adapters for accelerate, Lightning, the Hugging Face Trainer, torchtitan and Ray Train.
 
-Each module serves one trainer and uses the public :class:`stagereg.Checkpointer` and :class:`stagereg.Join`. Only the
-user's program imports such a module, because the module imports its trainer.
+Each module supports one trainer library, with the public :class:`stagereg.Checkpointer` and :class:`stagereg.Join`.
+stagereg itself never imports these modules, because each module imports the trainer library.
 """

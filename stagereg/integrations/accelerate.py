@@ -1,12 +1,12 @@
-"""Makes accelerate's ``save_state`` and ``load_state`` use a Checkpointer, and ``join_uneven_inputs`` a Join::
+"""Makes accelerate's ``save_state`` and ``load_state`` use a Checkpointer, and ``join_uneven_inputs`` use a Join::
 
       accelerator = Accelerator(...)
     + stagereg.integrations.accelerate.attach(accelerator, join=True)
 
-accelerate's own hooks replace only the model's file, so :func:`attach` replaces methods of this one Accelerator. The
-program stays unchanged. ``save_state(dir)`` returns as soon as the state is staged. ``dir`` appears when its checkpoint
-is complete, and a later save to ``dir`` replaces that checkpoint (:mod:`.named`). ``load_state(dir)`` also loads
-checkpoints that accelerate saved without stagereg.
+The rest of the program stays unchanged. :func:`attach` replaces methods of one Accelerator object, because hooks of
+accelerate can replace only the model file. ``save_state(dir)`` returns as soon as the state is staged. ``dir`` appears
+when the checkpoint is complete, and a later save to ``dir`` replaces the checkpoint (see :mod:`.named`).
+``load_state(dir)`` also loads checkpoints that accelerate saved without stagereg.
 """
 
 from __future__ import annotations
@@ -56,45 +56,46 @@ _METHODS = {
 _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 _PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-_DECIDED = {  # Checkpointer options that attach does not take, with the replacement of each
+_DECIDED = {  # Checkpointer options that attach does not accept, with advice for each
     "every": "call save_state whenever a checkpoint is due",
     "dir": "pass the directory to save_state(dir)",
     "resume": "pass the checkpoint to load_state",
     "process_group": "all ranks of the Accelerator save together",
 }
 _OF_A_PROJECT = ("keep", "on_commit")  # options that require automatic_checkpoint_naming
-_NUMBERS = itertools.count()  # serial numbers of attach calls; the same on all ranks
-_ORDER = "synchronized_generator"  # attribute of a data loader: the generator that shuffles all epochs
+_NUMBERS = itertools.count()  # numbers the calls of attach, identically on all ranks
+_ORDER = "synchronized_generator"  # attribute of a data loader: the random number generator that shuffles
 _STEP, _OLD_NAME = re.compile(r"step-(\d+)"), re.compile(r"checkpoint_(\d+)")
 
 
 def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: Any) -> None:
     """Make ``save_state`` and ``load_state`` of this Accelerator use a Checkpointer. Call it on all ranks.
 
-    Models, optimizers, schedulers, data loaders, registered objects, the scaler and every rank's random number
-    generators are saved. The staged copy is written in the background; ``end_training`` and the exit of the process
-    wait for it. If a save fails, the next ``save_state`` or ``load_state``, ``end_training`` or the exit of the process
-    raises the error. A checkpoint can be loaded with any world size, but random number generators and data loader state
-    only with the same one.
+    A save contains models, optimizers, schedulers, data loaders, registered objects, the scaler and the random number
+    generators of every rank. A background thread writes the staged copy; ``end_training`` and the exit of the process
+    wait for this thread. If a save fails, the next call of ``save_state``, ``load_state`` or ``end_training`` raises
+    the error, or else the exit of the process does. A checkpoint can be loaded with any world size. Random number
+    generators and data loader state are restored only if the world size is the same.
 
-    ``save_state(dir)`` replaces the checkpoint in ``dir`` and deletes nothing else there. The number in the
-    checkpoint's name, such as ``dir/step-00000007``, counts the saves to the parent directory of ``dir``. They are
-    first written to ``.stagereg`` there. With ``automatic_checkpoint_naming``, ``save_state()`` saves to
-    ``project_dir/checkpoints/step-00000000``, then ``step-00000001`` and so on. The number is
+    ``save_state(dir)`` replaces the checkpoint in ``dir``, and does not delete other files. The number in the name of a
+    checkpoint, such as ``dir/step-00000007``, counts the saves to the parent directory of ``dir``; its subdirectory
+    ``.stagereg`` contains unfinished saves. With ``automatic_checkpoint_naming``, ``save_state()`` saves to
+    ``project_dir/checkpoints/step-00000000``, then to ``step-00000001`` and so on. The number is
     ``project_configuration.iteration``, which ``load_state`` sets. ``total_limit`` is passed as ``keep``.
 
-    A ``tier`` requires ``automatic_checkpoint_naming``. ``save_state()`` saves to the tier, too, and ``load_state()``
-    loads the newest checkpoint of tier and directory. With ``every``, call ``save_state()`` after each optimizer step:
-    ``tier.every`` and ``every`` then select the calls that save to the tier and to the directory.
+    A ``tier`` (a local copy) requires ``automatic_checkpoint_naming``. ``save_state()`` also saves to the tier, and
+    ``load_state()`` loads the newest checkpoint of both. With ``every``, call ``save_state()`` after each optimizer
+    step: ``tier.every`` selects the steps that are saved to the tier, ``every`` those saved to the directory.
 
     Args:
-        accelerator: an Accelerator without another adapter.
-        join: also replace ``join_uneven_inputs``. A rank that has run out of data then repeats, for each step of the
-            other ranks, the calls after ``backward`` in its own last step: ``accelerator.clip_grad_norm_``, and steps
-            of optimizers and schedulers. This keeps their states equal; the end of the block compares these calls.
+        accelerator: an Accelerator to which no other adapter is attached.
+        join: also replace ``join_uneven_inputs``. For each step of the other ranks, a rank without data then repeats
+            the calls that followed ``backward`` in its last step: ``accelerator.clip_grad_norm_``, and ``step`` of
+            optimizers and schedulers. So their states stay equal. The end of the block checks that all ranks made the
+            same calls.
         **checkpoint_options: options of :class:`stagereg.Checkpointer`. ``keep`` and ``on_commit`` require
             ``automatic_checkpoint_naming``. ``preemption.grace_period`` defaults to ``None``, because only
-            ``save_state`` could respond to a signal. A ``stager`` object instead of a name serves one directory.
+            ``save_state`` could respond to a signal. A ``stager`` object, unlike a name, supports only one directory.
 
     Raises:
         ConfigError: the Accelerator uses an unsupported feature (DeepSpeed, XLA, ``save_on_each_node``, hooks of
@@ -109,7 +110,7 @@ def attach(accelerator: Accelerator, join: bool = False, **checkpoint_options: A
 
 
 class _Attached:
-    """Replaces the methods of one Accelerator."""
+    """Replaces the checkpoint methods of one Accelerator."""
 
     _open: ClassVar[weakref.WeakSet[_Attached]] = weakref.WeakSet()  # instances whose training has not ended
 
@@ -119,11 +120,11 @@ class _Attached:
         self._has_tier, self._asks = options.get("tier") is not None, "every" in options
         usual = {"preemption": Preemption(grace_period=None)}
         self._options = {**usual, **self._checked(options), "save_last": False}
-        self._named: NamedCheckpoints | None = None  # checkpoints of the directory of the last save
-        self._checkpointer: Checkpointer | None = None  # writes the saves; may be closed
-        if self._has_tier:  # constructed now, because a tier records the run from its start
+        self._named: NamedCheckpoints | None = None  # the directory of the last save_state(dir)
+        self._checkpointer: Checkpointer | None = None  # the checkpointer of the last save, which may be closed
+        if self._has_tier:  # A tier must record the run from the start, so do not wait for the first save.
             self._checkpointer = Checkpointer(self._where(None), **self._options)
-        self._goes_on = False  # whether this run has saved or loaded a checkpoint
+        self._goes_on = False  # whether this run has saved or loaded a checkpoint before
         self._requests = OperationLog(
             dist.group.WORLD if dist.is_available() and dist.is_initialized() else None, f"accelerate/{next(_NUMBERS)}"
         )
@@ -143,7 +144,7 @@ class _Attached:
         return Path(where)
 
     def follow(self) -> None:
-        """Take part in the saves of the other ranks. Called in a join, on a rank whose data has ended."""
+        """Take part in the saves of the other ranks. Called in a join, on a rank that has run out of data."""
         while (where := self._requests.take_next()) is not None:
             self._save(where)
 
@@ -175,7 +176,7 @@ class _Attached:
         save(step, self._state())
 
     def _open_named(self, parent: str) -> NamedCheckpoints:
-        """Return the open checkpoints of ``parent``. Close any others, whose stager would hold memory. Collective."""
+        """Open the directory ``parent`` for saves. Closes another open directory to release its memory. Collective."""
         if self._named is None or not self._named.is_open or self._named.parent != parent:
             if self._named is not None:
                 self._named.close()
@@ -193,7 +194,7 @@ class _Attached:
         """Load a checkpoint saved by stagereg, or by accelerate alone, like :meth:`Accelerator.load_state`."""
         where = self._where(input_dir)
         NamedCheckpoints.wait_for_all(self._agreed)
-        for each in [*self._open]:  # another Accelerator may still be writing the checkpoint
+        for each in [*self._open]:  # Another Accelerator of this process may still be writing the checkpoint.
             each._wait()
         source, ours = self._agreed(lambda: _sought(where, input_dir is None, self._has_tier))
         if source is None:
@@ -220,7 +221,7 @@ class _Attached:
     def _restore(self, state: dict[str, Any], source: str | None) -> int | None:
         if self._checkpointer is not None and (self._named is None or self._named.is_open):
             return self._checkpointer.restore(state, source)
-        assert source is not None  # a tier has a Checkpointer
+        assert source is not None  # source is None only with a tier, which always has a Checkpointer
         options = {name: self._options[name] for name in self._options.keys() & {"restore", "failure", "storage"}}
         return restore(source, state, self._agreed, self._accelerator.process_index == 0, **options)
 
@@ -270,7 +271,7 @@ class _Attached:
         return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options for the Checkpointer, with ``total_limit`` as ``keep``."""
+        """Check the options of ``attach``, and return them for the Checkpointer, with ``total_limit`` as ``keep``."""
         if self._has_tier and not self._automatic:
             raise ConfigError("A tier requires automatic_checkpoint_naming, because it supports only one directory.")
         for name in (options.keys() & _DECIDED) - ({"every"} if self._has_tier else set()):
@@ -292,11 +293,11 @@ class _Attached:
 
     @cached_property
     def _ranks(self) -> RankGroup:
-        """The ranks, in a process group separate from training. The first use is collective."""
+        """All ranks, in a process group separate from the one of training. The first access is collective."""
         return RankGroup()
 
     def _agreed(self, look: Callable[[], Any]) -> Any:
-        """Return on all ranks the result of ``look`` on rank 0, or raise its error. Collective."""
+        """Call ``look`` on rank 0, and return its result or raise its error on all ranks. Collective."""
         ranks, failing = self._ranks, "The ranks could not agree on a directory"
         return agreed(look, ranks.rank == 0, lambda found: ranks.run_on_all(failing, lambda: found)[0])
 
@@ -353,13 +354,13 @@ def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
 
 
 def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, bool]:
-    """Return the path to load (or ``None``), and whether stagereg saved it; otherwise accelerate did."""
+    """Return the path to load, or ``None`` without one, and whether stagereg (not accelerate) saved it."""
     if is_project and (old := _highest(where, _OLD_NAME)) > _highest(where, _STEP):
         return f"{where}/checkpoint_{old}", False
-    if is_project and has_tier:  # the tier may have a newer checkpoint than the directory
+    if is_project and has_tier:  # The tier may have a newer checkpoint than the directory.
         return where, True
     if not os.path.isdir(where) and "://" not in where:
-        found = _OLD_NAME.fullmatch(Path(where).name)  # name that accelerate would have given the checkpoint
+        found = _OLD_NAME.fullmatch(Path(where).name)  # the name that accelerate gives a checkpoint, checkpoint_N
         same = None if found is None else Path(where).with_name(f"step-{int(found[1]):08d}")
         return (None, False) if same is None or not same.is_dir() else (str(same), True)
     if "://" not in where and not os.path.lexists(f"{where}/{LATEST}") and (saved := newest_in(Path(where))):
@@ -368,6 +369,6 @@ def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, b
 
 
 def _highest(directory: str, pattern: re.Pattern[str]) -> int:
-    """Return the highest number among the names in a directory that match ``pattern``; -1 if none matches."""
+    """Return the highest number in the names of a directory that match ``pattern``, or -1 if no name matches."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     return max((int(found[1]) for name in names if (found := pattern.match(name))), default=-1)

@@ -1,8 +1,8 @@
-"""Implements ``join_uneven_inputs`` of an Accelerator with :class:`stagereg.Join`; used by :mod:`.accelerate`.
+"""Implements ``join_uneven_inputs`` of an Accelerator with :class:`stagereg.Join`. Used by :mod:`.accelerate`.
 
-The training loop is unchanged, so a rank leaves it when its data ends. For each further step of the other ranks, this
-rank must repeat the calls that follow ``backward`` in their loop; otherwise replicas diverge and FSDP2's collectives do
-not match. The adapter records the calls of accelerate's methods in each step, and repeats those of the last step.
+The training loop is the user's, so a rank leaves the loop when its data ends. While other ranks continue, this rank
+must still make the calls that follow ``backward`` in the loop; otherwise replicas diverge, and collectives of FSDP2 do
+not match. So this module records the calls to accelerate in each step, and later repeats the calls of the last step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ELSE = "For other loops, use stagereg.Join with join.iterate."
 
 
 class AcceleratorJoin:
-    """Joins the loops of one Accelerator."""
+    """Replaces ``join_uneven_inputs`` of one Accelerator."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -32,7 +32,7 @@ class AcceleratorJoin:
 
     @contextlib.contextmanager
     def join(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[Join | None]:
-        """Replace :meth:`Accelerator.join_uneven_inputs`; yield the :class:`stagereg.Join`, ``None`` on one process."""
+        """Run a ``with`` block in a :class:`stagereg.Join`, and yield the join, or ``None`` if there is one process."""
         accelerator = self._accelerator
         if accelerator.num_processes == 1:
             yield None
@@ -43,7 +43,7 @@ class AcceleratorJoin:
                 "join_uneven_inputs requires one model and gradient_accumulation_steps of 1: accelerate ends an "
                 f"accumulation on a rank whose data ends, but not on the other ranks. {_ELSE}"
             )
-        stepped = [inner(each) for each in accelerator._optimizers]  # not joined, because the repeated calls step them
+        stepped = [inner(each) for each in accelerator._optimizers]  # The repeated calls step these: do not join them.
         others = [each for each in joinables if not any(each is one for one in (*models, *stepped))]
         enable = not (accelerator.even_batches if even_batches is None else even_batches)
         with contextlib.ExitStack() as after:
@@ -56,7 +56,7 @@ class AcceleratorJoin:
                 self._compare()
 
     def _compare(self) -> None:
-        """Raise an error on all ranks if their last steps or scheduler counts differ. Collective."""
+        """Raise ``JoinError`` on all ranks if the calls of the last step or the scheduler counts differ. Collective."""
         counts = [each.scheduler.last_epoch for each in self._accelerator._schedulers]
         own = {"the calls of their last step": self._last_step.names, "their scheduler counts": counts}
         found = gather_object([own])
@@ -71,7 +71,7 @@ class AcceleratorJoin:
 
 
 class _LastStep:
-    """Records the calls of this rank's last step except forward and backward; ``names`` lists them with clip limits."""
+    """Records the calls that follow ``backward`` in this rank's last step. ``names``: descriptions of the calls."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -117,7 +117,8 @@ class _LastStep:
 
     def _noting_clip(self, name: str) -> Callable[..., Any]:
         def noting(before: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)  # generators yield once
+            # A list can be iterated again when the call is repeated, unlike the generator model.parameters().
+            kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             limits = ", ".join(f"{float(each):g}" for each in (*args, *kwargs.values()))
             return self._noting(f"{name}({limits})")(before, kept, *args, **kwargs)
 
@@ -125,21 +126,21 @@ class _LastStep:
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the torch optimizer inside an optimizer of accelerate."""
+    """Return the torch optimizer that an ``AcceleratedOptimizer`` wraps, or ``optimizer`` itself."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _replace(owner: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one object with ``by(method, ...)``; return a function that restores the method."""
+    """Make ``owner.name(...)`` call ``by(original method, ...)``. Return a function that undoes the replacement."""
     before, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, lambda *args, **kwargs: by(before, *args, **kwargs))
     return lambda: setattr(owner, name, before) if own else delattr(owner, name)
 
 
 def _override_even_batches(loaders: Sequence[Any], even: bool) -> Callable[[], None]:
-    """Override ``even_batches`` as accelerate does; return a function that restores it."""
+    """Set ``even_batches`` of the data loaders, as accelerate does. Return a function that restores the old values."""
     sampled = [each.batch_sampler for each in loaders if not isinstance(each, DataLoaderDispatcher)]
     if len(sampled) < len(loaders):
         warnings.warn("even_batches only affects map-style datasets. Dispatched data loaders ignore it.", stacklevel=5)

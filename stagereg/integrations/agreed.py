@@ -1,4 +1,4 @@
-"""Helpers for the adapters: a decision of one rank for all, and a check that the installed trainer is supported."""
+"""Helpers for the adapters: run a function on rank 0 for all ranks, and check the version of a trainer library."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def _from_first(found: Any) -> Any:
 def agreed(
     decide: Callable[[], Any], is_first: bool | None = None, broadcast: Callable[[Any], Any] = _from_first
 ) -> Any:
-    """Return on all ranks the result of ``decide`` on the first rank, or raise its error. Collective.
+    """Call ``decide`` on the first rank, and return its result or raise its error on all ranks. Collective.
 
-    ``decide`` runs only on the first rank. Its result, or a ``StageregError`` it raises, must be picklable; any other
-    error becomes a ``CheckpointError`` with its type and text. ``broadcast`` returns the value of the first rank on all
-    ranks, by default in the default process group.
+    The result must be picklable, and so must a ``StageregError``. Any other error becomes a ``CheckpointError`` that
+    contains the type and message. ``is_first``: whether this is the first rank; ``None`` means rank 0 of the default
+    process group. ``broadcast``: returns the first rank's value on all ranks; the default uses that group.
     """
     answer: Any = None
     if is_first or (is_first is None and not (dist.is_initialized() and dist.get_rank())):
         try:
             answer = decide()
-        except Exception as error:  # broadcast, so that the other ranks raise it, too
+        except Exception as error:  # The error is broadcast, so that all ranks raise it.
             known = isinstance(error, StageregError)
             answer = error if known else CheckpointError(f"{type(error).__name__}: {error}")
     answer = broadcast(answer)
@@ -44,10 +44,10 @@ def agreed(
 def expect_known(
     package: str, written_for: str, kind: type, methods: Mapping[str, Iterable[str]], lacks: Sequence[str] = ()
 ) -> None:
-    """Raise ``InstallationError`` if a class of ``package`` differs from the releases that the adapter supports.
+    """Raise ``InstallationError`` if the installed version of ``package`` has an unexpected interface.
 
-    ``written_for`` is pip's version specifier of these releases. ``methods`` maps method names to argument names,
-    including ``self``. ``lacks`` names the missing attributes of an instance.
+    ``written_for``: version specifier of the supported releases, for pip. ``kind``: the class to check. ``methods``:
+    expected argument names, including ``self``, by method name. ``lacks``: required attributes that are missing.
     """
     wrong = [f"has no {name}" for name in lacks]
     for name, expected in methods.items():

@@ -1,12 +1,12 @@
-"""Saves checkpoints of Lightning and Fabric in the background, verified and atomic. One line of the program changes::
+"""Saves checkpoints of Lightning and Fabric atomically, in the background, with checksums. One line changes::
 
     -trainer = Trainer(callbacks=[ModelCheckpoint(...)])
     +trainer = Trainer(callbacks=[ModelCheckpoint(...)], plugins=[StageregCheckpointIO()])
 
-With most strategies, rank 0 writes the state that Lightning collects there. With a ``ModelParallelStrategy`` (FSDP2,
-tensor parallelism), each rank writes its own shards. Lightning calls a ``CheckpointIO`` on rank 0 only, and never for
-sharded models. This module therefore replaces the setter of ``Strategy.checkpoint_io``, so that the plugin takes over
-the saving of each strategy that it is assigned to.
+With most strategies, Lightning collects all state on rank 0, which writes it. With a ``ModelParallelStrategy`` (FSDP2,
+tensor parallelism), each rank writes its own shards. Lightning calls a ``CheckpointIO`` only on rank 0, and never for
+sharded models. This module therefore replaces the setter of ``Strategy.checkpoint_io``: when the plugin is assigned to
+a strategy, the plugin replaces the strategy's methods for saving and loading.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ _SAVING: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((Strategy, ModelParallelStrategy), ("self", "checkpoint", "filepath", "storage_options")),
     **dict.fromkeys((FabricStrategy, FabricModelParallel), ("self", "path", "state", "storage_options", "filter")),
 }
-_HANDED_OVER = ".temp.ckpt"  # file with which ddp_spawn and ddp_notebook pass weights to the parent process
+_HANDED_OVER = ".temp.ckpt"  # name of the file in which ddp_spawn and ddp_notebook pass weights to the parent process
 
 
 class StageregCheckpointIO(CheckpointIO):
     """Writes and reads the checkpoints of a ``Trainer`` or ``Fabric``: ``Trainer(plugins=[StageregCheckpointIO()])``.
 
-    Saving stages the state and returns. A background thread writes and commits the checkpoint; the end of
-    ``trainer.fit`` and the exit of the process wait for it. If a save fails, the next save or the end of
-    ``trainer.fit`` raises the error on all ranks. Loading verifies checksums. If a ``last.ckpt`` is corrupt or missing,
-    loading warns and uses the newest valid checkpoint in the same directory; for other paths this is an error. Files
-    that Lightning itself wrote are loaded as usual.
+    A save returns as soon as the state is staged. A background thread writes and commits the checkpoint; the end of
+    ``trainer.fit`` and the exit of the process wait for this thread. If a save fails, the next save or the end of
+    ``trainer.fit`` raises the error on all ranks. A load verifies checksums. If ``last.ckpt`` is corrupt or missing, a
+    load logs a warning and uses the newest valid checkpoint in the same directory; with any other path, it raises an
+    error. Files that Lightning itself wrote are loaded as usual.
 
     Args:
-        **checkpoint_options: options of :class:`stagereg.Checkpointer` that Lightning has no equivalent for:
-            ``stager``, ``storage``, ``restore``, ``failure`` and ``replicas``. ``stager`` and ``storage`` may be names;
-            an object serves one directory and one ``fit``, which closes it.
+        **checkpoint_options: these options of :class:`stagereg.Checkpointer`: ``stager``, ``storage``, ``restore``,
+            ``failure`` and ``replicas``. Lightning's arguments replace the other options. A ``stager`` or ``storage``
+            object, unlike a name, can be used for one directory and one ``fit`` only, which closes the object.
 
     Attributes:
-        chosen: the directory that :meth:`load_checkpoint` read last; ``None`` for a file that Lightning itself wrote.
+        chosen: the directory that the last :meth:`load_checkpoint` read; ``None`` if Lightning itself wrote the file.
 
     Raises:
-        ConfigError: an option is unknown or decided by Lightning; or, when a ``Trainer`` is created, its strategy
-            writes its own checkpoints.
+        ConfigError: an option is unknown, or an argument of Lightning replaces it. A ``Trainer`` raises it when it is
+            created with a strategy that writes its own checkpoints.
         InstallationError: this version of Lightning is not supported.
     """
 
@@ -88,11 +88,12 @@ class StageregCheckpointIO(CheckpointIO):
         self._options = checkpoint_options
         self._used: set[str] = set()
         self.chosen: str | None = None
-        self._strategy: Any = SimpleNamespace(is_global_zero=True, broadcast=lambda answer: answer)  # until attached
+        # Until the plugin is attached to a strategy, act as a single process.
+        self._strategy: Any = SimpleNamespace(is_global_zero=True, broadcast=lambda answer: answer)
         self._directories: dict[str, NamedCheckpoints] = {}
 
     def attach(self, strategy: Any) -> None:
-        """Take over the saving of ``strategy``. Called when a ``Trainer`` or ``Fabric`` is created."""
+        """Replace the checkpoint methods of ``strategy``. Called when a ``Trainer`` or ``Fabric`` is created."""
         kind, usual = type(strategy), (FabricStrategy.save_checkpoint, Strategy.save_checkpoint)
         saving, shards = kind_of(strategy), isinstance(strategy, tuple(SHARDED))
         if not shards and kind.save_checkpoint not in usual:
@@ -109,19 +110,19 @@ class StageregCheckpointIO(CheckpointIO):
             setattr(strategy, name, getattr(attached, name))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Stage ``checkpoint``, to be written to ``path`` in the background. Called on rank 0.
+        """Stage ``checkpoint``; a background thread writes it to ``path``. Lightning calls this on rank 0 only.
 
         Raises:
-            CheckpointError: an earlier save failed, or this one cannot be staged; raised on all ranks.
+            CheckpointError: an earlier save failed, or ``checkpoint`` cannot be staged. All ranks raise this error.
             ConfigError: ``path`` is a URL, or ``storage_options`` is not ``None``.
         """
-        if Path(path).name == _HANDED_OVER:  # only rank 0 saves this file
+        if Path(path).name == _HANDED_OVER:  # The other ranks do not save this file, so the save cannot be collective.
             TorchCheckpointIO().save_checkpoint(checkpoint, path)
         else:
             self.save(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        """Verify and return the checkpoint at ``path``. Called on all ranks. Loading runs no code from the file.
+        """Verify and return the checkpoint at ``path``. Called on all ranks. Does not execute code from the file.
 
         Raises:
             CheckpointError: the checkpoint is corrupt, incomplete or missing.
@@ -134,7 +135,7 @@ class StageregCheckpointIO(CheckpointIO):
         return read_entries(chosen, lambda name: not name.startswith(RESUME), device)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete the checkpoint at ``path`` after all saves so far are complete. Called on rank 0."""
+        """Delete the checkpoint at ``path``, after all pending saves are complete. Called on rank 0."""
         parent, name = split(path)
         if parent in self._directories:
             self._directories[parent].remove(name)
@@ -142,13 +143,13 @@ class StageregCheckpointIO(CheckpointIO):
             delete(Path(parent) / name)
 
     def teardown(self) -> None:
-        """Wait for all saves. Raises ``CheckpointError`` if a save failed and no call has raised its error yet."""
+        """Wait for all saves. Raises ``CheckpointError`` if a save failed and no earlier call has raised the error."""
         with contextlib.ExitStack() as every:
             while self._directories:
                 every.callback(self._directories.popitem()[1].close)
 
     def save(self, state: Mapping[str, Any], path: str | Path | None, **refused: Any) -> None:
-        """Stage this rank's entries of a checkpoint. Collective; only the ``path`` of rank 0 is used."""
+        """Stage the entries that this rank contributes to a checkpoint. Collective. Uses the ``path`` of rank 0."""
         for option in [option for option, value in refused.items() if value is not None]:
             raise ConfigError(f"StageregCheckpointIO does not support {option}.")
         parent, name = self.agree(lambda: split(path))
@@ -158,7 +159,7 @@ class StageregCheckpointIO(CheckpointIO):
             directory.checkpointer.wait()
 
     def directory(self, parent: str) -> NamedCheckpoints:
-        """Return the open checkpoints of the directory ``parent``. Collective."""
+        """Return the open ``NamedCheckpoints`` of the directory ``parent``. Collective."""
         directory = self._directories.get(parent)
         if directory is None or not directory.is_open:
             directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())
@@ -166,23 +167,23 @@ class StageregCheckpointIO(CheckpointIO):
         return directory
 
     def choose(self, path: str | Path, verify: bool = True) -> str | None:
-        """Return the directory of a valid checkpoint to load; ``None`` for a file of Lightning itself. Collective."""
+        """Return the directory of a valid checkpoint, or ``None`` if Lightning itself wrote ``path``. Collective."""
         NamedCheckpoints.wait_for_all(self.agree)
         verify = verify and self._options.get("restore", Restore()).verify == "full"
         return self.agree(lambda: choose(str(path), verify))
 
     def restore(self, chosen: str, state: dict[str, Any]) -> None:
-        """Load a checkpoint into the objects of ``state``; each rank loads its own shards. Collective."""
+        """Load the checkpoint directory ``chosen`` into the objects of ``state``. Collective."""
         options = {name: self._options[name] for name in self._options.keys() & {"failure"}}
         options["restore"] = replace(self._options.get("restore", Restore()), verify="fast")
         restore(chosen, state, self.agree, self._strategy.is_global_zero, **options)
 
     def agree(self, decide: Callable[[], Any]) -> Any:
-        """Return on all ranks the result of ``decide`` on rank 0, or raise its error. Collective."""
+        """Call ``decide`` on rank 0, and return its result or raise its error on all ranks. Collective."""
         return agreed(decide, self._strategy.is_global_zero, self._strategy.broadcast)
 
     def _build_options(self) -> dict[str, Any]:
-        """Return options for a new checkpointer. Raises ``ConfigError`` if an object among them is already in use."""
+        """Return options for a new checkpointer. Raises ``ConfigError`` if a stager or storage object is in use."""
         options = dict(self._options)
         for kind in options.keys() & {"stager", "storage"}:
             if isinstance(options[kind], str):
@@ -195,7 +196,7 @@ class StageregCheckpointIO(CheckpointIO):
 
 
 def _announce(kind: Any) -> None:
-    """Make the setter of ``checkpoint_io`` attach the plugin to the strategy."""
+    """Replace the setter of ``checkpoint_io`` in the class ``kind``, so that it attaches the plugin to the strategy."""
     usual = kind.__dict__["checkpoint_io"]
 
     def give(strategy: Any, plugin: Any) -> None:

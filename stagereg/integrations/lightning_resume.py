@@ -1,9 +1,9 @@
-"""Restores random numbers and the position within an epoch, so that ``Trainer.fit`` of Lightning resumes bit for bit.
+"""Restores random number generators and the position in the epoch, so that Lightning's ``fit`` resumes bit for bit.
 
-Lightning restores neither, and draws random numbers before the first step. Each rank's generators are therefore
-restored after the ``on_train_start`` hooks, and the data iterator is created again. To resume within an epoch, the
-generators are set to their state at the start of the epoch, the used batches are fetched and dropped, and the
-generators are set to their state at the save. The shuffle order and the workers' random numbers thus stay the same.
+Lightning restores neither, and draws random numbers before the first step. Each rank therefore restores its generators
+after the ``on_train_start`` hooks, and creates the data iterator again. To resume within an epoch, this module sets the
+generators to their state at the start of the epoch, fetches and drops the batches that the run already used, and then
+sets the generators to their state at the save. So the shuffle order and the random numbers of workers stay the same.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from stagereg.integrations.lightning_uneven import JoinedLoader
 
 _log = logging.getLogger(__name__)
 
-RESUME = "stagereg_resume"  # name of the entry that each rank saves for itself
+RESUME = "stagereg_resume"  # name of a per-rank entry in the checkpoint, with the state that Lightning does not save
 
 
 class ResumedFit:
     """Saves and restores the state of one rank that Lightning's checkpoint does not contain."""
 
     def __init__(self) -> None:
-        # Generators before the data iterator of this epoch was created ("iterator"), and before its first batch.
+        # States of the generators: "iterator" before the data iterator of this epoch was created, "batch" before its
+        # first batch.
         self._began: dict[str, dict[str, torch.Tensor]] = {}
         self._loaded: dict[str, Any] | None = None
 
     def follow(self, fit_loop: Any) -> None:
-        """Replace the methods that ``fit`` calls around the creation of a data iterator."""
+        """Replace the methods of ``fit_loop`` that ``fit`` calls before and after it creates a data iterator."""
         self._fit_loop = fit_loop
         fit_loop._load_combined_loader_states = self._before_first_iterator
         fit_loop.epoch_loop.on_run_start = self._begin_epoch
 
     def state(self, checkpoint: dict[str, Any]) -> dict[str, PerRank[Any]]:
-        """Return this rank's entry, which includes its data loader state from Lightning's ``checkpoint``."""
+        """Return the per-rank entry to save. It includes the data loader state in Lightning's ``checkpoint``."""
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         return {RESUME: per_rank({"began": dict(self._began), "loaders": loaders})}
 
     def restore(self, chosen: str, ranks: int, load: Callable[[dict[str, Any]], None], objects: dict[str, Any]) -> None:
-        """Load ``objects`` and this rank's entry, and leave the random number generators unchanged."""
+        """Load ``objects`` and this rank's entry from ``chosen``. :meth:`begin_training` sets the generators later."""
         with stagereg.open_checkpoint(chosen) as opened:
             as_many = opened.manifest is not None and opened.manifest.world_size == ranks
             has_own = rank_name(RESUME, 0) in opened.entries

@@ -1,6 +1,6 @@
-"""Implements saving and loading for each kind of Lightning strategy; used by :mod:`.lightning`.
+"""Implements saves and loads for each kind of Lightning strategy. Used by :mod:`.lightning`.
 
-Each public method of a class here replaces the strategy's method of the same name.
+Each public method of a class in this module replaces the method of the same name in a strategy object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 
 
 class WholeSaving:
-    """Saves for strategies that collect all state on rank 0, such as DDP. Failures are raised on all ranks."""
+    """Methods for strategies that collect all state on rank 0, such as DDP. All ranks raise the error of a failure."""
 
     def __init__(self, plugin: Any, strategy: Any) -> None:
         self.plugin, self.strategy = plugin, strategy
@@ -35,7 +35,7 @@ class WholeSaving:
 
 
 class _WholeFabric(WholeSaving):
-    """For ``Fabric``: ``load`` also restores each rank's random number generators."""
+    """Methods for ``Fabric``. A load also restores the random number generators of each rank."""
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         loaded: dict[str, Any] = type(self.strategy).load_checkpoint(self.strategy, path, state, *args, **kwargs)
@@ -45,7 +45,7 @@ class _WholeFabric(WholeSaving):
 
 
 class _WholeFit(WholeSaving):
-    """For the ``Trainer``: ``fit`` resumes with each rank's random numbers and batches."""
+    """Methods for the ``Trainer``. A resumed ``fit`` continues with the same random numbers and batches."""
 
     def __init__(self, plugin: Any, strategy: Any) -> None:
         super().__init__(plugin, strategy)
@@ -86,10 +86,10 @@ class _WholeFit(WholeSaving):
 
 class _Sharded(_WholeFit):
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.strategy.lightning_module.state_dict()  # not copied to the CPU
+        return self.strategy.lightning_module.state_dict()  # Lightning's own method would copy it to the CPU.
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {}  # the optimizer itself is saved
+        return {}  # save_checkpoint saves the optimizer object instead
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **refused: Any) -> None:
         module, rest = self.strategy.lightning_module, dict(checkpoint)
@@ -133,12 +133,12 @@ _KINDS: dict[Any, type[WholeSaving]] = {**SHARDED, FabricStrategy: _WholeFabric,
 
 
 def kind_of(strategy: Any) -> type[WholeSaving]:
-    """Return the class that saves and loads for ``strategy``."""
+    """Return the class whose methods replace those of ``strategy``."""
     return next(_KINDS[base] for base in _KINDS if isinstance(strategy, base))
 
 
 def read_entries(chosen: str, wanted: Callable[[str], bool], device: Any = "cpu") -> dict[str, Any]:
-    """Return the entries of a checkpoint whose names are ``wanted``, with copies of their tensors."""
+    """Return the entries of the checkpoint ``chosen`` for which ``wanted(name)`` is true, with copied tensors."""
     copied = partial(torch.Tensor.to, device=device, copy=True)
     with stagereg.open_checkpoint(chosen) as opened:
         found = [name for name in opened.entries if wanted(name)]

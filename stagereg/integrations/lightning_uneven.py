@@ -1,8 +1,8 @@
-"""Uneven inputs in Lightning's ``Trainer``: the callback :class:`UnevenInputs` of :mod:`.lightning`.
+"""Trains with different numbers of batches per rank in Lightning's ``Trainer``: the callback :class:`UnevenInputs`.
 
-All ranks run the same loop: the Trainer's loader is as long as the longest one of all ranks, and a rank that has run
-out of data gets empty batches from :meth:`stagereg.Join.iterate`. The loss that ``training_step`` returns, a mean over
-the batch, is scaled before its backward, so that all ranks train on the mean over the samples of all ranks.
+All ranks run the same number of steps: that of the rank with the most batches. :meth:`stagereg.Join.iterate` yields
+empty batches on a rank that has run out of data. ``training_step`` returns the mean loss of a batch. Before backward,
+this loss is scaled, so that gradients are those of the mean over the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from stagereg.join.context import Join
 
 
 class UnevenInputs(pl.Callback):
-    """Trains ranks with different numbers of batches to the end: ``Trainer(callbacks=[UnevenInputs()])``.
+    """Trains on all batches, even if ranks have different numbers: ``Trainer(callbacks=[UnevenInputs()])``.
 
-    The result is the same as one process that trains on the batches of all ranks: each step uses the mean over all
-    their samples. ``training_step`` must support a batch without samples: use ``x.flatten(1)``, not
-    ``x.view(len(x), -1)``; its loss may be NaN. The callback requires ``automatic_optimization``, one train
-    loader that has a length on every rank, and DDP or ``ModelParallelStrategy``. If ranks have their own data, pass
-    ``use_distributed_sampler=False`` to the Trainer; otherwise Lightning repeats samples on ranks that have fewer.
+    The result equals that of one process that trains on the batches of all ranks: each step uses the mean over the
+    samples of all ranks. ``training_step`` must accept a batch without samples: use ``x.flatten(1)``, not
+    ``x.view(len(x), -1)``. The loss of such a batch may be NaN. The callback requires ``automatic_optimization``, one
+    train loader that has a length on every rank, and DDP or ``ModelParallelStrategy``. If each rank has its own data,
+    pass ``use_distributed_sampler=False`` to the Trainer; otherwise Lightning repeats samples on shorter ranks.
 
     Args:
-        samples: returns how many samples or tokens the loss of a batch is a mean over; ``None``: the size of the
-            batch's first dimension.
-        timeout: seconds after which the other ranks raise an error if a rank does not reach a step. It must be longer
-            than any step, including validation and checkpoints in it.
+        samples: a function that returns the number of samples or tokens in a batch, over which the loss is a mean.
+            ``None``: the size of the batch's first dimension.
+        timeout: seconds after which the other ranks raise an error if one rank does not reach a step. The timeout must
+            be longer than the longest step, including validation and checkpoints.
 
     Raises:
-        JoinError: the Trainer uses an unsupported feature; raised before the first step, on all ranks.
+        JoinError: the Trainer uses an unsupported feature. Raised on all ranks before the first step.
         PeerFailedError: another rank failed during training.
     """
 
@@ -50,7 +50,7 @@ class UnevenInputs(pl.Callback):
         self._n = 0.0  # number of samples in the current batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Replace methods of the strategy, to wrap the train loader and to average the loss."""
+        """Replace two methods of the strategy: one to wrap the train loader, one to average the loss over ranks."""
         strategy = trainer.strategy
         if stage != "fit" or isinstance(strategy, SingleDeviceStrategy):
             return
@@ -72,7 +72,7 @@ class UnevenInputs(pl.Callback):
         self._n = float(self._samples(batch))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the join; all ranks are at the same step."""
+        """Leave the join. Called after the same step on all ranks."""
         self._leave()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -98,12 +98,12 @@ class UnevenInputs(pl.Callback):
         return JoinedLoader(loader, max(lengths), self.iterate)
 
     def iterate(self, loader: Any, example: Any = None) -> Iterator[Any]:
-        """Iterate over ``loader`` in a join, which begins with the first batch."""
+        """Iterate over ``loader`` in a new join, which begins at the first batch. ``example``: any batch of it."""
         self._leave()
         strategy = self._trainer.strategy
         sharded = [module for module in self._trainer.lightning_module.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
-            module.reshard()  # validation leaves the outermost module unsharded
+            module.reshard()  # FSDP leaves the outermost module unsharded after validation.
         if not sharded and not isinstance(strategy, DDPStrategy):
             raise JoinError(
                 "UnevenInputs cannot detect steps: no module is sharded. Call fully_shard in configure_model."
@@ -130,7 +130,7 @@ class UnevenInputs(pl.Callback):
 
 
 class JoinedLoader:
-    """Yields the same number of batches on all ranks, if needed empty ones. One epoch begins after ``skip`` batches."""
+    """Yields ``length`` batches on each rank, empty ones after the end of ``loader``. The next epoch skips ``skip``."""
 
     skip = 0
 

@@ -1,10 +1,10 @@
-"""Checkpoints at paths that a trainer chooses, written by a :class:`stagereg.Checkpointer`.
+"""Saves checkpoints to paths that a trainer chooses, with a :class:`stagereg.Checkpointer`.
 
-A save to ``DIR/last.ckpt`` writes into ``DIR/.stagereg``. When the checkpoint is complete, one atomic rename moves it
-to ``DIR/last.ckpt/step-00000007``; the number counts the saves to ``DIR``. The previous checkpoint at that path is then
-deleted; if a process still reads it, a later save deletes it. For Lightning, a new path is a link to a file of this
-process until its checkpoint is complete, so the path exists while the process lives. A directory is renamed before it
-is deleted, so a half-deleted directory does not have the name of a checkpoint. Only rank 0 changes paths.
+A save to ``DIR/last.ckpt`` first writes into ``DIR/.stagereg``. When the checkpoint is complete, an atomic rename moves
+it to ``DIR/last.ckpt/step-00000007``; the number counts the saves to ``DIR``. The previous checkpoint in
+``DIR/last.ckpt`` is then deleted; if a process still reads it, a later save deletes it. Lightning requires that a path
+exists immediately, so a new path is a symbolic link into ``/proc`` until the checkpoint is complete. Before a directory
+is deleted, it is renamed, so a half-deleted directory does not look like a checkpoint. Only rank 0 changes paths.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ STORE = ".stagereg"
 _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
-_BESIDE = (".reading.", ".step-", ".nfs")  # prefixes: read leases, half-deleted checkpoints, files that NFS deletes
-_ALL = 10**9  # retain all checkpoints: each one is moved out of the checkpointer's directory
+_BESIDE = (".reading.", ".step-", ".nfs")  # name prefixes of read leases, half-deleted checkpoints, NFS leftovers
+_ALL = 10**9  # the checkpointer deletes no checkpoint itself, because each one is moved out of its directory
 
 
 class NamedCheckpoints:
-    """This rank's saves to paths in one directory. Constructing it is collective.
+    """Saves checkpoints to paths in one directory. The constructor is collective.
 
-    The constructor closes an instance for the same directory that this process still has open, for example from another
-    trainer. ``parent`` is the real path of the directory, which is created if necessary. ``is_first``: whether this is
-    rank 0. ``options`` are those of :class:`stagereg.Checkpointer`. With ``replaces_files``, a save replaces a file or
-    link at its path, and a new path is a link until the checkpoint is complete.
+    If this process already has an open instance for the directory, for example from another trainer, the constructor
+    closes that instance. ``parent``: the real path of the directory, which is created if necessary. ``is_first``:
+    whether this is rank 0. ``options``: options of :class:`stagereg.Checkpointer`. ``replaces_files``: whether a save
+    may replace a file or link at its path, and a new path is a link until the checkpoint is complete.
     """
 
     _open: ClassVar[dict[str, NamedCheckpoints]] = {}
@@ -64,15 +64,15 @@ class NamedCheckpoints:
         options = {"preemption": Preemption(grace_period=None), "save_last": False, **options}
         self.checkpointer = Checkpointer(str(self._store), keep=_ALL, resume="never", **options)
         self.checkpointer.lock()
-        self._stores: dict[Path, CheckpointStore] = {}  # reused, because each one tracks the age of read leases
+        self._stores: dict[Path, CheckpointStore] = {}  # reused, because a store tracks the age of read leases
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, Callable[[], None]]] = []  # actions, with the number of the save they wait for
-        self._failure: CheckpointError | None = None  # failed move of a checkpoint, not raised yet
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # (number of a save, action after the save)
+        self._failure: CheckpointError | None = None  # error of moving a checkpoint that no call has raised yet
         self._begun = self._placed = 0
         if is_first:
-            latest = self._store / "latest"  # link to the path that the newest checkpoint was moved from
+            latest = self._store / "latest"  # a link whose target name contains the number of the newest save
             self._begun = self._placed = number_of(Path(os.readlink(latest))) if latest.is_symlink() else 0
-            for path in _saved_in(self._store):  # checkpoints that a killed run had not moved yet
+            for path in _saved_in(self._store):  # checkpoints that a killed run wrote but did not move
                 delete(path, self._store)
             self._clear_placeholders()
             self.checkpointer.listen(self._complete)
@@ -84,20 +84,21 @@ class NamedCheckpoints:
 
     @classmethod
     def wait_for_all(cls, agree: Callable[[Callable[[], object]], object]) -> None:
-        """Wait for the saves of all open directories. ``agree`` runs its argument on rank 0, and raises on all ranks.
+        """Wait for the saves of all open directories. Collective.
 
-        Raises ``CheckpointError`` if a save failed and no call has raised its error yet.
+        ``agree``: calls its argument on rank 0, and raises any error of the call on all ranks. Raises
+        ``CheckpointError`` if a save failed and no earlier call has raised the error.
         """
         for each in list(cls._open.values()):
             each.checkpointer.wait()
             agree(each._raise_failure)
 
     def begin(self, name: str) -> int:
-        """Start a save to ``name`` and return its number, which :meth:`save` requires. Call it on rank 0.
+        """Reserve a number for a save to the path ``name``, and return it for :meth:`save`. Call this on rank 0 only.
 
         Raises:
             CheckpointError: an earlier checkpoint could not be moved to its path.
-            ConfigError: the path is a Checkpointer's directory, or is a file that must not be replaced.
+            ConfigError: the path is the directory of a Checkpointer, or is a file that must not be replaced.
         """
         self._raise_failure()
         path = self._parent / name
@@ -107,7 +108,7 @@ class NamedCheckpoints:
             if os.path.lexists(path) and not path.is_dir():
                 raise ConfigError(f"Cannot save to {path}: it is a file, not a directory. Save to another path.")
         elif not os.path.lexists(path):
-            with contextlib.suppress(OSError):  # without symbolic links, the path appears when the save is complete
+            with contextlib.suppress(OSError):  # On a file system without links, the path appears after the save.
                 path.symlink_to(f"/proc/{os.getpid()}/comm")
         with self._lock:
             self._begun = 1 + max([self._begun, *map(number_of, path.glob(_STEPS))])
@@ -115,11 +116,11 @@ class NamedCheckpoints:
         return self._begun
 
     def save(self, state: Mapping[str, Any], number: int) -> None:
-        """Stage ``state`` for the save ``number``. Collective. Raises like :meth:`stagereg.Checkpointer.save`."""
+        """Stage ``state`` for the save ``number`` of :meth:`begin`. Collective. Raises like ``Checkpointer.save``."""
         self.checkpointer.save(number, dict(state))
 
     def remove(self, name: str) -> None:
-        """Delete ``name`` after the newest save has reached its path. If this fails, the next save tries again."""
+        """Delete the path ``name`` after all pending saves are complete. If this fails, the next save tries again."""
         delete_it = partial(delete, self._parent / name, self._store)
         with self._lock:
             if self._placed < self._begun:
@@ -128,7 +129,7 @@ class NamedCheckpoints:
         delete_it()
 
     def close(self) -> None:
-        """Wait for all saves. Raises ``CheckpointError`` if a save failed and no call has raised its error yet."""
+        """Wait for all saves. Raises ``CheckpointError`` if a save failed and no earlier call has raised the error."""
         if self.is_open:
             del self._open[str(self._parent)]
         try:
@@ -143,11 +144,11 @@ class NamedCheckpoints:
                 path.unlink()
 
     def _complete(self, number: int) -> None:
-        """Run the actions that wait for the save ``number``, in order. Called on the background thread."""
+        """Run the actions that wait for the save ``number``, in order. Called on the saver thread."""
         try:
             while (action := self._due(number)) is not None:
                 action()
-                self._waiting.pop(0)  # after success only, so that the next save repeats a failed action
+                self._waiting.pop(0)  # Keep a failed action in the list, so that the next save repeats it.
         except OSError as error:
             self._failure = CheckpointError(
                 f"The checkpoint {self._store}/step-{number:08d} is complete, but a rename or deletion in "
@@ -169,7 +170,7 @@ class NamedCheckpoints:
     def _place(self, path: Path, number: int) -> None:
         made = next((each for each in _saved_in(self._store) if number_of(each) == number), None)
         if made is None:
-            return  # this save failed, and a later one succeeded
+            return  # This save failed. The caller is running the actions of a later save.
         if path.is_dir() and not path.is_symlink():
             read = self._stores.setdefault(path, open_store(path)).readers.found()
             before = [each for each in _saved_in(path) if each.name not in read]
@@ -183,28 +184,28 @@ class NamedCheckpoints:
             try:
                 before = self._replace(path, hidden)
             except OSError:
-                (hidden / made.name).rename(made)  # for the next attempt
+                (hidden / made.name).rename(made)  # undo the first rename, so that the next save can repeat both
                 raise
             sync(self._parent)
         for each in before:
             delete(each, self._store)
 
     def _replace(self, path: Path, hidden: Path) -> list[Path]:
-        """Rename ``hidden`` to ``path``; return the new path of the replaced file."""
+        """Rename ``hidden`` to ``path``. Return the path to which a file at ``path`` was moved, in a list."""
         if self._replaces_files:
             return [exchange(hidden, path)]
-        hidden.rename(path)  # fails unless ``path`` is absent or an empty directory
+        hidden.rename(path)  # raises OSError if path exists and is not an empty directory
         return []
 
 
 def restore(
     source: str, state: dict[str, Any], agree: Callable[[Callable[[], Any]], Any], is_first: bool, **options: Any
 ) -> int | None:
-    """Load ``source`` like :meth:`stagereg.Checkpointer.restore`, without locking any directory. Collective."""
+    """Restore ``state`` from ``source`` without locking a directory. Return the step, or ``None``. Collective."""
     scratch = agree(lambda: tempfile.mkdtemp(prefix=SCRATCH))
     try:
         reading = Checkpointer(scratch, preemption=Preemption(grace_period=None), **options)
-        with contextlib.closing(reading):  # `with reading` would log the end of a run
+        with contextlib.closing(reading):  # `with reading` would also log the end of a run
             return reading.restore(state, source)
     finally:
         if is_first:
@@ -212,7 +213,7 @@ def restore(
 
 
 def split(path: Any) -> tuple[str, str]:
-    """Return the directory of ``path`` and the name in it. Raises ``ConfigError`` for a URL."""
+    """Split ``path`` into the real path of its parent directory, and its name. Raises ``ConfigError`` for a URL."""
     if "://" in str(path):
         raise ConfigError(f"{path} is a URL, but saves rename directories. Save to a file system that all ranks share.")
     parent, name = os.path.split(os.path.abspath(path))
@@ -220,10 +221,10 @@ def split(path: Any) -> tuple[str, str]:
 
 
 def choose(path: str, verify: bool) -> str | None:
-    """Return the directory of the checkpoint to read for ``path``; ``None`` if stagereg did not write ``path``.
+    """Return the directory of a valid checkpoint for a load from ``path``, or ``None`` if stagereg did not write it.
 
-    ``path`` is the path of a save, a copy of it, or the directory of one checkpoint. If its name begins with
-    ``last`` and its checkpoints are invalid or missing, the newest valid checkpoint in the same directory is returned.
+    ``path``: the path of a save, a copy of that path, or the directory of one checkpoint. If its name begins with
+    ``last``, and its checkpoints are invalid or missing, return the newest valid checkpoint in the parent directory.
     ``verify``: also compare the checksums of all files.
     """
     there = os.path.realpath(path)
@@ -245,9 +246,9 @@ def choose(path: str, verify: bool) -> str | None:
 
 
 def delete(path: Path, store: Path | None = None) -> None:
-    """Delete ``path``; a directory is first renamed into ``store``, by default ``.stagereg`` next to it.
+    """Delete ``path``. A directory is first moved into ``store``, by default ``.stagereg`` in the parent directory.
 
-    If a directory also contains other files, only its checkpoints are deleted, and a warning names one such file.
+    If ``path`` contains files that are not checkpoints, delete only the checkpoints, and log the name of such a file.
     """
     store = store or path.parent / STORE
     if path.is_symlink() or not path.is_dir():
@@ -273,24 +274,24 @@ def _newest_first(found: Iterable[Path]) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """Return the number in the name of a checkpoint directory; 0 for any other name."""
+    """Return the step number in the name of a checkpoint directory, or 0 if the name has a different form."""
     found = _NUMBER.fullmatch(path.name)
     return int(found[1]) if found else 0
 
 
 def newest_in(path: Path) -> Path | None:
-    """Return the directory of the checkpoint that was last saved to ``path``; ``None`` without one."""
+    """Return the directory of the newest checkpoint in ``path``, or ``None`` if ``path`` contains no checkpoint."""
     return max(_saved_in(path), key=number_of, default=None)
 
 
 def _saved_in(path: Path) -> list[Path]:
-    """Return the checkpoints in a directory, without links and without other directories of a similar name."""
+    """Return the checkpoint directories in ``path``. Links, and directories without a manifest, do not count."""
     found = path.glob(_STEPS)
     return [each for each in found if number_of(each) and not each.is_symlink() and (each / MANIFEST).is_file()]
 
 
 def _others(path: Path) -> list[str]:
-    """Return the names in ``path`` that do not belong to a checkpoint. ``path`` contains checkpoints or is one."""
+    """Return the names of files in ``path`` that do not belong to a checkpoint."""
     if (path / MANIFEST).is_file() or (path / METADATA).is_file():  # METADATA: torch or a trainer wrote it
         return []
     own = {each.name for each in _saved_in(path)}
@@ -298,4 +299,4 @@ def _others(path: Path) -> list[str]:
 
 
 def _hidden(store: Path) -> Path:
-    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # the next run deletes it if this run is killed
+    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # If this run is killed, the next run deletes this name.

@@ -1,14 +1,14 @@
-"""Ray Train runs the ranks: ``TorchTrainer(on_ranks(train, cfg), run_config=run_config())``.
+"""Runs a stagereg program under Ray Train: ``TorchTrainer(on_ranks(train, cfg), run_config=run_config())``.
 
-Ray starts the workers, connects them, and restarts all of them if one fails. :func:`on_ranks` adds to each worker the
-other features of :func:`stagereg.main`: Hydra's config and directory, the run record, the reaction of all ranks to a
-rank failure or a signal, and one message per failure. Ray runs a training function on a thread of a worker, so
+Ray starts the workers, connects them, and restarts all workers if one fails. :func:`on_ranks` adds the other features
+of :func:`stagereg.main` to each worker: Hydra's config and directory, the run record, the response of all ranks to a
+rank failure or a signal, and one error message per failure. Ray calls the training function on a thread of the worker.
 
-* the main thread of the worker handles signals; a call of its actor installs the handlers;
-* the program runs on a thread of its own, and Ray's thread waits for it. If a rank fails and the program hangs in a
-  collective, Ray's thread raises the error.
+* Signals arrive on the worker's main thread, so a method call on Ray's actor installs the handlers there.
+* The program runs on another new thread, and Ray's thread waits for it. If a rank fails and the program hangs in a
+  collective, Ray's thread can therefore raise the error.
 
-Checkpoints stay where they are committed: :func:`report` passes their paths to Ray, which does not copy or delete them.
+Checkpoints stay in their directory: :func:`report` passes their paths to Ray, which does not copy or delete them.
 """
 
 from __future__ import annotations
@@ -52,19 +52,20 @@ _WRITTEN_FOR = ">=2.60"
 _REPORT = ["metrics", "checkpoint", "checkpoint_dir_name", "checkpoint_upload_mode"]
 _REPORT += ["delete_local_checkpoint_after_upload", "checkpoint_upload_fn", "validation"]
 _SNAPSHOT, _SNAPSHOT_BYTES = "checkpoint_manager_snapshot.json", 1 << 28
-_ENDED_S = 30.0  # seconds for Ray to end a worker whose error is a consequence of another error
+_ENDED_S = 30.0  # seconds to wait for Ray to stop a worker whose error was caused by another rank's error
 _HELD_S = 60.0  # maximum seconds for which an emergency save keeps the main thread of a worker busy
-_ENDS_S = 5.0  # seconds for the program to end after another rank failed
+_ENDS_S = 5.0  # seconds to wait for the program to end after another rank has failed
 
 
 def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
-    """Return a function that runs ``train(cfg)`` as a rank of stagereg, for the workers of a ``TorchTrainer``.
+    """Return the training function for a ``TorchTrainer``. On each worker, it runs ``train(cfg)`` as a stagereg rank.
 
-    Call it on the driver, in a function of ``hydra.main``. ``train`` may be decorated with :func:`stagereg.main`; its
-    result on rank 0 becomes ``Result.return_value``. Relative paths are relative to the driver's working directory.
+    Call ``on_ranks`` on the driver, in a function decorated with ``hydra.main``. ``train`` may be decorated with
+    :func:`stagereg.main`. Its result on rank 0 becomes ``Result.return_value``. Relative paths are relative to the
+    driver's working directory.
 
     Raises:
-        ConfigError: the call is not in a function of ``hydra.main``.
+        ConfigError: ``on_ranks`` was called outside a function that is decorated with ``hydra.main``.
         InstallationError: this version of Ray, or Train V1 (``RAY_TRAIN_V2_ENABLED=0``), is not supported.
     """
     _expect_hydra("on_ranks(train, cfg)")
@@ -73,12 +74,13 @@ def on_ranks(train: Callable[[Any], Any], cfg: Any) -> Callable[[], Any]:
 
 
 def run_config(**options: Any) -> RunConfig:
-    """Return a ``RunConfig`` that uses the directory of Hydra's job, in which checkpoints are saved by default.
+    """Return a ``RunConfig`` whose directory is Hydra's output directory, the default location of checkpoints.
 
-    ``options`` are options of ``RunConfig``. Call it on the driver, in a function of ``hydra.main``.
+    Call ``run_config`` on the driver, in a function that is decorated with ``hydra.main``. ``options``: other options
+    of ``RunConfig``.
 
     Raises:
-        ConfigError: ``num_to_keep`` is set; use ``checkpoint.keep`` instead.
+        ConfigError: ``num_to_keep`` is set (use ``checkpoint.keep`` instead), or Hydra is not initialized.
     """
     _expect_hydra("run_config()")
     directory = Path(HydraConfig.get().runtime.output_dir)
@@ -94,13 +96,13 @@ def run_config(**options: Any) -> RunConfig:
 
 
 def report(metrics: dict[str, Any], checkpointer: Checkpointer) -> None:
-    """Call ``ray.train.report``, with the newest committed checkpoint if it has not been reported yet.
+    """Call ``ray.train.report`` with ``metrics``, and with the newest committed checkpoint if Ray does not know it yet.
 
-    Call it on all ranks the same number of times, at every step or less often. When the program has ended, a checkpoint
-    that was committed after the last call is reported with the metrics of the last call.
+    Call ``report`` the same number of times on all ranks, at most once per step. If a checkpoint is committed after the
+    last call, it is reported with the same metrics at the end of the program.
 
     Raises:
-        ConfigError: on rank 0, ``checkpoint.dir`` is not inside Ray's directory of the run.
+        ConfigError: ``checkpoint.dir`` is not inside Ray's directory of the run. Raised on rank 0.
     """
     place = None
     if ray.train.get_context().get_world_rank() == 0:
@@ -124,7 +126,7 @@ class _Reports:
         self._newer = True
 
     def take(self) -> str | None:
-        """Return the path of the newest checkpoint, without a URL scheme; ``None`` if it has already been reported."""
+        """Return the path of the newest checkpoint, without a URL scheme, or ``None`` if Ray already knows it."""
         checkpointer = self._checkpointer()
         if checkpointer is None or not self._newer:
             return None
@@ -134,14 +136,14 @@ class _Reports:
         return None if self._reported == before else self._reported
 
 
-# Global, because a process is one rank, and ``report`` is a function like Ray's.
+# These are global, because ``report`` is a plain function like Ray's, and each process is only one rank.
 _reports: weakref.WeakKeyDictionary[Checkpointer, _Reports] = weakref.WeakKeyDictionary()
 _last: dict[str, Any] = {}
-_saved = threading.Event()  # set when the emergency save has ended
+_saved = threading.Event()  # set after the emergency save (the save that surviving ranks make after a rank failure)
 
 
 def _checkpoint(place: str) -> Any:
-    """Return Ray's object for a checkpoint in Ray's storage. Raises ``ConfigError`` if the checkpoint is elsewhere."""
+    """Return a Ray ``Checkpoint`` for the path ``place``. Raises ``ConfigError`` if it is outside Ray's directory."""
     storage: Any = ray.train.get_context().get_storage()
     root = storage.experiment_fs_path
     inside = [os.path.realpath(each) if each.startswith("/") else each for each in (place, root)]
@@ -155,13 +157,13 @@ def _checkpoint(place: str) -> Any:
 
 @dataclass(frozen=True)
 class _RayRank(Rank):
-    """A rank that Ray ends: it raises its errors instead of exiting the process."""
+    """A rank whose process Ray manages. After an error, it raises the error instead of exiting the process."""
 
     outcome: Future[Any] = field(default_factory=Future)
     worker: Any = None
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise the cause of the error, on one rank; the others wait for Ray to end them."""
+        """On one rank, raise the error of the rank that failed first. The other ranks wait for Ray to stop them."""
         if not is_consequence(error):
             raise error
         cause = self.cause()
@@ -174,7 +176,7 @@ class _RayRank(Rank):
         return self.rank == min(set(range(self.world_size)) - self.failed_ranks(), default=self.rank)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save while the main thread is busy: Ray then waits up to 5 s before it ends the worker."""
+        """Run the emergency save while the main thread is kept busy, because Ray then stops the worker later."""
         self.worker.execute.remote(_hold)
         save()
         _saved.set()
@@ -183,24 +185,24 @@ class _RayRank(Rank):
                 self.outcome.set_exception(LaunchError(f"rank {self.rank}: {cause().text}"))
 
     def _report(self, error: Exception | None, cause: Cause | None = None) -> None:
-        """Do nothing: Ray prints the error and its rank."""
+        """Print nothing, because Ray prints the error and the rank."""
 
 
 def _newest(cfg: Any) -> str | None:
-    """Return the key of the newest checkpoint in ``checkpoint.dir``, without tiers; ``None`` if it has none."""
+    """Return the key of the newest checkpoint in ``checkpoint.dir`` (not in tiers), or ``None`` without one."""
     where = OmegaConf.select(cfg, "checkpoint.dir")
     found = None if where is None else open_store(where).latest()
     return None if found is None else found.key
 
 
 def _go_on(cfg: Any, before: str | None) -> None:
-    """Set ``resume`` to ``auto`` if Ray restarts a run that has committed a checkpoint since the driver started."""
+    """Set ``resume=auto`` if a checkpoint was committed since the driver started: then Ray has restarted the run."""
     if _newest(cfg) != before:
         OmegaConf.update(cfg, "checkpoint.resume", "auto", force_add=True)
 
 
 def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before: str | None) -> Any:
-    """Run a worker's program, on Ray's thread; ``before`` is the newest checkpoint at the start of the driver."""
+    """Run the program on a new thread, and wait for it. ``before``: the newest checkpoint when the driver started."""
     setup_globals()
     Singleton.set_state(hydra)
     if os.path.isdir(folder):
@@ -215,7 +217,7 @@ def _run(train: Callable[[Any], Any], cfg: Any, hydra: Any, folder: str, before:
             try:
                 value = rank.run(functools.partial(_train, train), cfg)
             except BaseException as error:
-                # Ray cannot pickle these two exceptions, and as a SystemExit they would end only this thread.
+                # Convert Preempted and Stopped: Ray cannot pickle them, and a SystemExit would end only this thread.
                 reported = LaunchError(str(error)) if isinstance(error, (Preempted, Stopped)) else error
                 rank.outcome.set_exception(reported)
             else:
@@ -249,7 +251,7 @@ def _hold() -> None:
 
 
 def _take_signals() -> None:
-    """Make the checkpointer, not Ray, handle SIGTERM and SIGUSR1. Runs on the main thread of a worker."""
+    """Let stagereg, not Ray, handle SIGTERM and SIGUSR1. Called on the main thread of a worker."""
     if has("preemption"):
         from stagereg.extensions.preemption.signals import install_signal_handlers
 
@@ -265,7 +267,7 @@ def _expect_hydra(what: str) -> None:
 
 
 def _forget_deleted(directory: Path) -> None:
-    """Remove deleted checkpoints from Ray's list: Ray does not restart a run if a listed checkpoint is missing."""
+    """Remove deleted checkpoints from Ray's list, because Ray refuses to restart a run if a listed one is missing."""
     snapshot = directory / _SNAPSHOT
     if not snapshot.exists():
         return

@@ -1,11 +1,11 @@
-"""Makes torchtitan save and resume with a Checkpointer. One line of the function that returns the config changes::
+"""Makes torchtitan save and resume with a Checkpointer. Change one line in the function that returns the config::
 
     - checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
     + checkpoint=StageregCheckpointManager.Config(interval=500, last_save_model_only=False),
 
-Checkpoints have torchtitan's entries in torch's format: parameters by name without a prefix, ``optimizer``,
-``lr_scheduler``, ``train_state`` and ``dataloader``. torchtitan's own manager and scripts can read them. Checkpoints of
-torchtitan's own manager can be restored here, also with another parallelism layout.
+The checkpoints have the same entries and format as torchtitan's: parameters by name without a prefix, ``optimizer``,
+``lr_scheduler``, ``train_state`` and ``dataloader``. So torchtitan's own manager and scripts can read them, and this
+manager can restore checkpoints of torchtitan's own manager, even with a different parallelism layout.
 """
 
 from __future__ import annotations
@@ -64,26 +64,27 @@ _MODEL_ALONE = (
 
 
 class _NotFoundError(CheckpointError, FileNotFoundError):
-    """The folder has no checkpoint of the requested step."""
+    """The checkpoint folder has no checkpoint of the requested step."""
 
 
 class StageregCheckpointManager(base.BaseCheckpointManager):
-    """Saves and restores like torchtitan's ``CheckpointManager``, with :class:`stagereg.Checkpointer`.
+    """Replaces torchtitan's ``CheckpointManager``, and saves and restores with :class:`stagereg.Checkpointer`.
 
-    Constructing it is collective. ``save`` returns when the state is staged; a background thread writes and commits the
-    checkpoint. Before each optimizer step, the Trainer calls ``maybe_wait_for_staging``, which waits for stagers that
-    still read live memory. If a save fails, the next save or ``close`` raises the error. Both wait for pending saves,
-    as does the exit of the process. After SIGTERM or SIGUSR1, all ranks save after their step and exit with code 75
-    (``preemption.grace_period``).
+    The constructor is collective. ``save`` returns when the state is staged; a background thread writes and commits the
+    checkpoint. Before each optimizer step, the Trainer calls ``maybe_wait_for_staging``, which waits until the stager
+    no longer reads the live tensors. If a save fails, the next save or ``close`` raises the error. Both wait for
+    pending saves, and so does the exit of the process. After SIGTERM or SIGUSR1, all ranks save at the end of the step
+    and exit with code 75 (see ``preemption.grace_period``).
 
-    With a ``tier`` in ``checkpoint_options``, each step of ``tier.every`` is saved to the tier, and ``load`` searches
-    the tier, too. ``load`` restores the newest valid checkpoint in the folder, including those of torchtitan's own
-    manager, and every rank's random number generators if the world size is the same. ``last_save_model_only`` and
-    ``export_dtype`` are supported.
+    ``load`` restores the newest valid checkpoint in the folder, even if torchtitan's own manager wrote it. If the world
+    size is the same, ``load`` also restores the random number generators of every rank. With a ``tier`` (local copies)
+    in ``checkpoint_options``, the steps selected by ``tier.every`` are also saved to the tier, and ``load`` also
+    searches the tier. ``last_save_model_only`` and ``export_dtype`` are supported.
 
     Args:
         config: see :class:`Config`.
-        dataloader: the Trainer passes it and the other arguments, as for torchtitan's ``CheckpointManager``.
+        dataloader: this and the other arguments are those of torchtitan's ``CheckpointManager``. The Trainer passes
+            them.
 
     Raises:
         ConfigError: an option is invalid, or ``last_save_in_hf`` is set without ``sd_adapter``.
@@ -92,16 +93,16 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(base.BaseCheckpointManager.Config):
-        """torchtitan's checkpoint options, and stagereg's options."""
+        """The checkpoint options of torchtitan, and three options of stagereg."""
 
         stager: str = "overlapped"
-        """Name of the stager that copies the state; ``stagereg list`` lists them."""
+        """Name of the stager that copies the state. ``stagereg list`` prints all names."""
 
         storage: str = "dcp"
-        """Name of the storage that writes the files; torchtitan's own tools read ``dcp``."""
+        """Name of the storage that writes the files. torchtitan's own tools can read only ``dcp``."""
 
         checkpoint_options: dict[str, Any] = field(default_factory=dict)
-        """Further options of ``stagereg.Checkpointer``, as in a config: ``{"restore": {"verify": "fast"}}``."""
+        """Other options of ``stagereg.Checkpointer``, such as ``{"restore": {"verify": "fast"}}``."""
 
         def __post_init__(self) -> None:
             base.BaseCheckpointManager.Config.__post_init__(self)
@@ -136,12 +137,12 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         self.config, self.folder, self.sd_adapter = config, filesystem.join(base_folder, config.folder), sd_adapter
         others = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers, **states}
         self.states = {**others, base.MODEL: base.ModelWrapper(model_parts)}
-        self._others = {  # in torchtitan's format, the data loader itself adds its rank to the name of its state
+        self._others = {  # Wrap data loaders: in torchtitan's format, they put the rank into their own state.
             name: SimpleNamespace(state_dict=x.state_dict, load_state_dict=x.load_state_dict) if is_position(x) else x
             for name, x in others.items()
         }
         self._stager = build("stager", config.stager)
-        # With load_only, the folder is neither locked nor written to, and signals are not handled.
+        # With load_only, do not lock the folder, write to it, or handle signals.
         self._scratch = agreed(lambda: tempfile.mkdtemp(prefix=SCRATCH)) if config.load_only else None
         others_of = dict(config.checkpoint_options)
         if config.load_only:
@@ -159,7 +160,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save at multiples of the interval, at the last step, and when the ranks have agreed on a preemption."""
+        """Save if the step is a multiple of the interval or the last step, or if all ranks agreed to be preempted."""
         if self.config.load_only:
             return False
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
@@ -171,7 +172,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             self._export_hf(curr_step)
             return True
         state = self._exported() if export else {**self._others, **self.states[base.MODEL].state_dict()}
-        # torchtitan expects checkpoints of the first and last step in the folder, even if only the tier is due.
+        # torchtitan expects checkpoints of the first and last step in the folder, even if `every` does not select them.
         self._checkpointer.save(curr_step, state, everywhere=first or last_step)
         self.save_future = self.save_future or Future()
         if last_step:
@@ -179,7 +180,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """Wait until the last save has copied the state, because the optimizer is about to change it."""
+        """Wait until the last save has copied the state. Called before the optimizer changes the state."""
         if self.save_future is not None:
             self._stager.synchronize_staging()
 
@@ -199,7 +200,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
                 shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _load(self, step: int = -1) -> bool:
-        """Restore a checkpoint of the folder, or ``initial_load_path`` if the folder has none."""
+        """Restore a checkpoint from the folder, or ``initial_load_path`` if the folder has no checkpoint."""
         self.maybe_wait_for_saving()
         of_titan, own = agreed(lambda: _steps_in(self.folder))
         there = {**of_titan, **own}
@@ -233,7 +234,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return self._restore(path, self.config.initial_load_model_only)
 
     def _restore(self, source: str | None, model_only: bool) -> bool:
-        """Restore ``source``, or the newest of folder and tier, without excluded entries; return whether one exists."""
+        """Restore ``source``, by default the newest checkpoint of folder and tier. Return False if none exists."""
         excluded = self.config.exclude_from_loading
         if unknown := [name for name in excluded if name not in self._others]:
             raise ConfigError(f"checkpoint.exclude_from_loading contains {unknown[0]!r}, which is not in the state.")
@@ -246,7 +247,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             if "'optimizer'" not in str(error):
                 raise
             raise CheckpointError(f"{error}\n{_MODEL_ALONE}") from error
-        self.states[base.MODEL].load_state_dict(state)  # for modules whose state_dict is not their own tensors
+        self.states[base.MODEL].load_state_dict(state)  # needed by modules whose state_dict returns copies of tensors
         return True
 
     def _exported(self) -> dict[str, Any]:
@@ -257,7 +258,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
         return found
 
     def _export_hf(self, step: int) -> None:
-        """Write the model in Hugging Face format to ``step-N-hf``, which is complete or absent. Collective."""
+        """Write the model in Hugging Face format to the directory ``step-N-hf``, atomically. Collective."""
         final = os.path.join(self.folder, f"step-{step}-hf")
         hidden = agreed(lambda: written.begin(final))
 
@@ -272,7 +273,7 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
 
 
 def _steps_in(folder: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the paths of checkpoints by step, first those of torchtitan's own managers, then those of stagereg."""
+    """Find the checkpoints in ``folder``. Return two dicts from step to path: written by torchtitan, by stagereg."""
     plain, own = dict[int, str](), dict[int, str]()
     for name in filesystem.listdir(folder) if filesystem.isdir(folder) else ():
         path = filesystem.join(folder, name)

@@ -1,13 +1,14 @@
-"""The Hugging Face ``Trainer`` saves and resumes with stagereg: ``Trainer(..., callbacks=[StageregCallback()])``.
+"""Makes the Hugging Face ``Trainer`` save and resume with stagereg: ``Trainer(..., callbacks=[StageregCallback()])``.
 
-A callback of the Trainer cannot restore, because its first event comes after the Trainer computes the data position. So
-:class:`StageregCallback` finds the Trainer that is being constructed, and inserts :class:`_StageregTrainer` directly
-above ``Trainer`` in the bases of its class: methods of a subclass still run, and their ``super()`` leads here.
+A plain callback cannot restore, because the Trainer calls it only after it has computed the data position. So
+:class:`StageregCallback` finds the Trainer that is being constructed, and changes its class: it inserts
+:class:`_StageregTrainer` before ``Trainer`` in the method resolution order. Methods of the user's subclass still run,
+and their ``super()`` calls reach :class:`_StageregTrainer`.
 
-Restoring has two parts, because ``train`` needs the step before it creates the optimizer. First, all files are
-verified, and only the entry ``trainer`` is restored and written as ``trainer_state.json`` into a temporary folder, from
-which the Trainer resumes. When model, optimizer and scheduler exist, they are restored from the same checkpoint. The
-random number generators are then saved in that folder; the Trainer loads them after it has skipped the used data.
+A restore has two parts, because ``train`` needs the step before it creates the optimizer. First, all files are
+verified, and the entry ``trainer`` is written as ``trainer_state.json`` into a temporary folder, from which the Trainer
+resumes. Later, when model, optimizer and scheduler exist, they are restored from the same checkpoint. The states of the
+random number generators are then written to that folder. The Trainer loads them after it has skipped used batches.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ _CALLED = {"_save_rng_state": ["self", "output_dir"], "save_model": ["self", "ou
 class StageregCallback(TrainerCallback):
     """Makes the Trainer save and resume with :class:`stagereg.Checkpointer`.
 
-    ``save_strategy`` and ``save_steps`` decide when to save. The training loop only waits for the staged copy; a
-    background thread writes and commits it. If this fails, the next save or the end of ``train`` raises the error;
-    ``train`` waits for the last save. ``train(resume_from_checkpoint=True)`` resumes from the newest valid checkpoint,
-    and starts from scratch without one; a path may be a checkpoint of stagereg or a directory ``checkpoint-N`` of
-    the Trainer. After SIGTERM or SIGUSR1, all ranks save the same step, and ``train`` raises
+    ``save_strategy`` and ``save_steps`` select the steps to save. The training loop waits only for the staged copy. A
+    background thread writes and commits the checkpoint; the end of ``train`` waits for it. If a save fails, the next
+    save or the end of ``train`` raises the error. ``train(resume_from_checkpoint=True)`` resumes from the newest valid
+    checkpoint, or starts from scratch without one. A path may be a checkpoint of stagereg, or a directory
+    ``checkpoint-N`` of the Trainer. After SIGTERM or SIGUSR1, all ranks save the same step, and ``train`` raises
     :class:`stagereg.Preempted`, which ends the process with exit code 75.
 
-    Files for ``from_pretrained`` are written into ``output_dir`` at the end of ``train`` and, if
-    ``metric_for_best_model`` is set, into ``output_dir/best-STEP`` at each save with the best evaluation so far. If
-    ``keep`` is a rule instead of a number, these files are never deleted.
+    At the end of ``train``, files for ``from_pretrained`` are written into ``output_dir``. If ``metric_for_best_model``
+    is set, each save with the best evaluation so far also writes such files into ``output_dir/best-STEP``. Old
+    directories of this kind are deleted only if ``keep`` is a number, not a rule.
 
-    A ``tier`` receives every step that ``tier.every`` selects, and all saves of the Trainer. Saves to the tier alone
-    trigger no callbacks. ``train(resume_from_checkpoint=True)`` resumes from the newest checkpoint of tier and ``dir``.
+    A ``tier`` (local copies) receives the steps that ``tier.every`` selects, and all saves of the Trainer. A save to
+    the tier alone does not call other callbacks. A resume uses the newest checkpoint of the tier and ``dir``.
 
     Args:
-        checkpoint_options: options of :class:`stagereg.Checkpointer`, the same on all ranks. ``dir`` defaults to
-            ``output_dir/checkpoints``, and ``keep`` to ``save_total_limit``, or to all checkpoints if that is ``None``.
-            ``every`` requires ``save_strategy="no"``. ``save_last``: also save the last step of ``train``.
+        checkpoint_options: options of :class:`stagereg.Checkpointer`, the same on all ranks. The default of ``dir`` is
+            ``output_dir/checkpoints``. The default of ``keep`` is ``save_total_limit``; ``None`` retains all. ``every``
+            requires ``save_strategy="no"``. ``save_last``: whether to also save the last step of ``train``.
 
     Raises:
-        ConfigError: an option is unknown or duplicates an argument of the Trainer. The Trainer's constructor raises it
-            if the Trainer uses an unsupported feature.
+        ConfigError: an option is unknown or duplicates an argument of the Trainer. The constructor of a Trainer raises
+            this error if the Trainer uses an unsupported feature.
         InstallationError: this version of transformers is not supported.
     """
 
@@ -81,7 +82,7 @@ class StageregCallback(TrainerCallback):
         self._run: Any = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Take over the checkpoints of a Trainer created without this callback; on all ranks, before training."""
+        """Attach to a Trainer that was created without this callback. Call it on all ranks, before training."""
         if isinstance(trainer, _StageregTrainer):
             raise ConfigError("This Trainer already has a StageregCallback.")
         _refuse(trainer, self._options)
@@ -95,7 +96,7 @@ class StageregCallback(TrainerCallback):
     def on_init_end(self, *_: Any, **__: Any) -> None:
         frame: FrameType | None = sys._getframe()
         while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-            frame = frame.f_back  # the Trainer does not pass itself to callbacks
+            frame = frame.f_back  # Search the call stack, because the Trainer does not pass itself to callbacks.
         if frame is None:
             raise ConfigError("No Trainer is being constructed. Call StageregCallback().attach(trainer).")
         self.attach(frame.f_locals["self"])
@@ -114,7 +115,7 @@ class StageregCallback(TrainerCallback):
         if checkpointer.should_save(state.global_step) and checkpointer.goes_everywhere(state.global_step):
             control.should_save = True
             if checkpointer.preemption is not None and checkpointer.preemption.agreed is not None:
-                control.should_evaluate = False  # an evaluation may exceed the grace period
+                control.should_evaluate = False  # An evaluation may take longer than the grace period.
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_training_stop and self._run.saves_last:
@@ -122,7 +123,7 @@ class StageregCallback(TrainerCallback):
 
 
 class _Run:
-    """Saves and restores one Trainer. Its methods are called on all ranks."""
+    """Saves and restores the state of one Trainer. All methods are called on all ranks."""
 
     checkpointer: Checkpointer
 
@@ -137,7 +138,7 @@ class _Run:
         self.restored = True
 
     def train(self, resume: Any, then: Any) -> Any:
-        """Open the checkpointer, restore ``resume``, and call ``then`` with the path that the Trainer resumes from."""
+        """Open a checkpointer, and call ``then``, which trains, with the path from which the Trainer resumes."""
         options, output_dir = self._options, self._trainer.args.output_dir
         if resume and resume is not True:
             resume = os.fspath(resume)
@@ -146,14 +147,14 @@ class _Run:
             self.checkpointer = checkpointer
             if resume is True or (resume and not os.path.isfile(os.path.join(resume, TRAINER_STATE_NAME))):
                 os.makedirs(output_dir, exist_ok=True)
-                # Checkpoints of stagereg take precedence over those that the Trainer wrote before it had this callback.
+                # Prefer checkpoints of stagereg to older ones that the Trainer wrote without this callback.
                 resume = self.folder if self._restore_trainer() else get_last_checkpoint(output_dir)
             output = then(resume or None)
             self._trainer.save_model(output_dir, _internal_call=True)
         return output
 
     def _restore_trainer(self) -> bool:
-        """Verify a checkpoint, and write the Trainer's state from it to ``folder``. Return whether there is one."""
+        """Verify the checkpoint to resume from, and write its Trainer state to ``folder``. Return False without one."""
         state = {"trainer": ""}
         if self.checkpointer.restore(state) is None:
             return False
@@ -163,7 +164,7 @@ class _Run:
         return True
 
     def restore(self) -> None:
-        """Load the objects, which now all exist, from the checkpoint that was verified."""
+        """Load model, optimizer and other objects, which exist now, from the checkpoint verified before."""
         checkpointer = self.checkpointer
         checkpointer.resume = str(checkpointer.restored)
         checkpointer.restore_options = dataclasses.replace(checkpointer.restore_options, verify="fast")
@@ -178,12 +179,12 @@ class _Run:
         self._save()
 
     def save_to_tier(self) -> None:
-        """Save a step that is due in the tier only, and that the Trainer has not saved."""
+        """Save the step to the tier only, unless ``every`` selects it and the Trainer has therefore saved it."""
         if not self.checkpointer.goes_everywhere(self._trainer.state.global_step):
             self._save(everywhere=False)
 
     def _save(self, everywhere: bool = True) -> None:
-        """Save to the tier and, with ``everywhere``, to the checkpoint directory, even if only the tier is due."""
+        """Save to the tier. With ``everywhere``, also save to the checkpoint directory, regardless of ``every``."""
         state = {**self._objects(), "trainer": self._trainer_state()}
         self.checkpointer.save(self._trainer.state.global_step, state, everywhere)
 
@@ -205,11 +206,11 @@ class _Run:
             if isinstance(each, ExportableState):
                 callbacks[type(each).__name__].append(each.state())
         state.stateful_callbacks = {name: each if len(each) > 1 else each[0] for name, each in callbacks.items()}
-        on_each_rank = ("is_local_process_zero", "is_world_process_zero")  # set by the Trainer on each rank
+        on_each_rank = ("is_local_process_zero", "is_world_process_zero")  # These differ by rank.
         return json.dumps({name: x for name, x in dataclasses.asdict(state).items() if name not in on_each_rank})
 
     def _write_best(self, step: int) -> None:
-        """Write the model's files atomically to ``best-STEP``, and delete older ones that no checkpoint refers to."""
+        """Write the model's files atomically to ``best-STEP``, and delete older directories that are no longer used."""
         trainer = self._trainer
         folder = trainer.args.output_dir
         path = os.path.join(folder, f"best-{step}")
@@ -220,7 +221,7 @@ class _Run:
             return
         written.commit(hidden, path)
         steps = sorted(int(found[1]) for each in os.listdir(folder) if (found := re.fullmatch(r"best-(\d+)", each)))
-        # Each retained checkpoint may refer to a different best-STEP, and so may two pending checkpoints.
+        # Retain one best-STEP for each retained and each pending checkpoint: all may refer to different ones.
         most = self._options["keep"] if isinstance(self._options["keep"], int) else sys.maxsize
         kept = [each for each in steps if each <= step][-most - 3 :]
         for old in set(steps).difference(kept):
@@ -228,7 +229,7 @@ class _Run:
 
 
 class _StageregTrainer(Trainer):
-    """Overrides the checkpoint methods of ``Trainer``. :class:`StageregCallback` inserts it into a Trainer's class."""
+    """Overrides checkpoint methods of ``Trainer``. :class:`StageregCallback` makes it a base of a Trainer's class."""
 
     stagereg: _Run
 
@@ -244,7 +245,7 @@ class _StageregTrainer(Trainer):
         # fmt: on
         given = max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         trained = super()._init_training_state(*given)
-        # Without this, a run that ended within an epoch would train one more step after a resume.
+        # If max_steps is reached, train no epoch. Otherwise a run that ended within an epoch trains one more step.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
@@ -263,14 +264,14 @@ class _StageregTrainer(Trainer):
         # fmt: on
         given = tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time
         super()._maybe_log_save_evaluate(*given, learning_rate=learning_rate)
-        self.stagereg.save_to_tier()  # after all callbacks have handled the step
+        self.stagereg.save_to_tier()  # Save after all callbacks have processed the step.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
         self.stagereg.save()
 
     def _load_best_model(self) -> None:
-        self.stagereg.checkpointer.wait()  # until all ranks have saved, so that the best model's files exist
+        self.stagereg.checkpointer.wait()  # The files of the best model exist only after all ranks have saved.
         super()._load_best_model()
 
 

@@ -1,6 +1,6 @@
-"""Directories that adapters write for other programs, such as exported models: each is complete or absent.
+"""Writes a directory atomically, for example an exported model: the directory is either complete or absent.
 
-The file ``.written-by-stagereg`` marks a directory that may be replaced. If a path is a link, the link is replaced.
+An existing directory is replaced only if it contains the file ``.written-by-stagereg``. A symbolic link is replaced.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MARK = ".written-by-stagereg"
 
 
 def begin(final: str) -> str:
-    """Create a hidden directory next to ``final`` and return its path; delete the ones that killed runs left there.
+    """Create a hidden directory next to ``final`` and return its path. Delete hidden directories of killed runs.
 
     Raises:
-        CheckpointError: ``final`` exists, and stagereg did not write it.
-        OSError: the directory cannot be created.
+        CheckpointError: ``final`` exists and was not written by stagereg.
+        OSError: the hidden directory cannot be created.
     """
     _expect_own(final)
     folder, name = os.path.split(final)
@@ -36,14 +36,14 @@ def begin(final: str) -> str:
 
 
 def commit(hidden: str, final: str) -> None:
-    """Rename ``hidden`` to ``final``, and delete the previous directory. Raises the errors of :func:`begin`."""
+    """Replace ``final`` by ``hidden``, and delete the old directory. Raises the errors of :func:`begin`."""
     _expect_own(final)
     _mark(hidden)
     remove(os.fspath(exchange(Path(hidden), Path(final))))
 
 
 def exchange(hidden: Path, path: Path) -> Path:
-    """Rename ``hidden`` to ``path``, in one step if possible; return the new path of the replaced file."""
+    """Rename ``hidden`` to ``path``, atomically if possible. Return the path to which an old ``path`` was moved."""
     if not has("interop"):
         raise InstallationError(f"Replacing {path} {needs('interop')}")
     from stagereg.extensions.interop.exchange import exchange
@@ -52,7 +52,7 @@ def exchange(hidden: Path, path: Path) -> Path:
 
 
 def remove(path: str) -> None:
-    """Delete a link, or a directory that stagereg wrote; leave anything else. Raises no errors."""
+    """Delete ``path`` if it is a link or a directory that stagereg wrote. Ignores errors."""
     if os.path.islink(path) or _is_own(path):
         discard(path)
 

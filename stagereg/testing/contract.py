@@ -90,10 +90,7 @@ class Contract:
             self.broken(f"{what}{'; '.join(map(summarize, failure.failed.values())) or 'a rank hung'}")
 
     def on_rank_0(self, do: str, *args: object) -> None:
-        """On each of two ranks, create a new instance of this contract, and call its method ``do(rank, *args)``.
-
-        Raise ``BrokenPromiseError`` if rank 0 raised it, or if a rank failed or hung.
-        """
+        """Call the method ``do(rank, *args)`` of a new contract on each of two ranks, and raise the error of rank 0."""
         what = "called on one of two ranks: "
         if seen := self.on_ranks(what, 2, _broken_on_a_rank, type(self), do, *args)[0]:
             self.broken(f"{what}{seen}")
@@ -136,10 +133,7 @@ def _broken_on_a_rank(rank: int, world_size: int, kind: type[Contract], do: str,
 
 
 def _stack_of(thread: threading.Thread) -> list[str]:
-    """Return a thread's stack, innermost call first.
-
-    Reads the stack from a faulthandler dump, because walking another thread's frames from Python may crash.
-    """
+    """Return a thread's stack, innermost call first. Reads a dump, because walking the frames from Python may crash."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

@@ -218,10 +218,7 @@ class JoinableContract(Contract):
         return [seen for seen in result.seen if seen is not None]
 
     def _ended(self, name: str) -> list[Observation]:
-        """Return each rank's observations of a training run that must not raise.
-
-        If ranks raised, report the original error, not the errors it caused on other ranks.
-        """
+        """Return each rank's observations of a training run that must not raise. Reports original errors first."""
         failed = {rank: seen for rank, seen in enumerate(self._result(name).seen) if seen and seen.error}
         own = {rank: seen for rank, seen in failed.items() if seen.kind != "peer"}
         ended = self._seen(name) if not own else []

@@ -159,10 +159,7 @@ class _Rank:
         return error.stat().st_mtime if error.exists() else 0.0
 
     def failure(self) -> str:
-        """Return the traceback of this rank's error, or a description of how the rank died.
-
-        Return an empty string if the rank has a result, is still running, or was terminated by this module.
-        """
+        """Return the rank's traceback, or how it died; an empty string if it has a result, runs, or was terminated."""
         if error := self.lines("error"):
             return "\n".join(error)
         if self.was_ended or self.process.is_alive() or self.job.file("result").exists():

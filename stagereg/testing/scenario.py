@@ -96,9 +96,9 @@ def batch(rank: int, join: int, step: int) -> float:
 
 
 def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float]]:
-    """Return, for each step, the batches of the ranks that have data, from the start of training to a stage's end.
+    """Return, for each step up to the end of join ``stage``, the batches of the ranks that have data.
 
-    ``stage``: the index of a join; the number of joins means the steps after the last join.
+    ``stage`` equal to the number of joins also includes the steps after the last join.
     """
     steps = [[batch(rank, -1, step) for rank in range(world_size)] for step in range(scenario.before)]
     for join, lengths in enumerate(scenario.lengths[: stage + 1]):
@@ -275,10 +275,7 @@ def _begun_collectives() -> int:
 
 
 def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Record the attributes and hooks of all objects reachable from ``roots``, for a later call of :func:`changed`.
-
-    Return a dict from the path of each property to a value that supports ``==``.
-    """
+    """Return the attributes and hooks of all objects reachable from ``roots``, by path, for :func:`changed`."""
     found: dict[str, Any] = {"Python's warning filters": list(warnings.filters)}
     known: dict[int, Any] = {}  # visited objects by id; the references keep ids unique
     for name, thing in roots:

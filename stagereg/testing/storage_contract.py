@@ -83,17 +83,9 @@ class StorageContract(Contract):
 
     def test_save_after_save(self) -> None:
         """One storage can write several checkpoints in sequence, even if keys, shapes and dtypes change."""
-        states: list[dict[str, Any]] = [
-            {
-                "x": _ones(5),
-                "n": (torch.zeros(1, dtype=torch.float32, device="cpu"), 1),
-            }
-        ]
+        states: list[dict[str, Any]] = [{"x": _ones(5), "n": (torch.zeros(1, dtype=torch.float32, device="cpu"), 1)}]
         states += [
-            {
-                "x": torch.arange(300, dtype=torch.int64, device="cpu"),
-                "y": _ones(2),
-            },
+            {"x": torch.arange(300, dtype=torch.int64, device="cpu"), "y": _ones(2)},
             {"x": torch.full((5,), 2.0, dtype=torch.float32, device="cpu")},
             *({"x": torch.full((_LARGE,), step, dtype=torch.float32, device="cpu")} for step in (4.0, 5.0)),
         ]
@@ -282,10 +274,7 @@ def _tensors() -> dict[str, Any]:
 def _objects() -> dict[str, Any]:
     return {
         "pair": (torch.arange(3, dtype=torch.int64, device="cpu"), 1, b"x"),
-        "deep": {
-            1: {"a": (1, 2.5)},
-            "list": [_ones(2), {}, [], {"pair": (_ones(2), None)}],
-        },
+        "deep": {1: {"a": (1, 2.5)}, "list": [_ones(2), {}, [], {"pair": (_ones(2), None)}]},
         "ordered": OrderedDict(b=1, a=_ones(1)),
         "counter": Counter({30: 1}),
         "text": "ü\n",
