@@ -65,10 +65,10 @@ class CommitCalls(CheckpointExtension):
             caller.abort("the run is preempted")
 
     def finish(self) -> bool:
-        """Wait for the last save and all calls, at most the timeout. False if a preempted run has a running call."""
+        """Wait for the last save and all calls, within the timeout. False if a call still runs in a preempted run."""
         if os.getpid() != self._process or not self._callers:
             return True
-        with contextlib.suppress(ReferenceError):  # the checkpointer was deleted with its saves
+        with contextlib.suppress(ReferenceError):  # the program has deleted the checkpointer
             self._saves.finish()
         until = time.monotonic() + self.limit_s
         while any(caller.busy for caller in self._callers):
@@ -108,7 +108,7 @@ class _Caller:
         return self._call is not None and self._call.is_alive()
 
     def add(self, checkpoint: Checkpoint | None) -> None:
-        """Queue a call of the component for a checkpoint; ``None`` ends the thread."""
+        """Queue a call of the component for a checkpoint. ``None`` ends the thread after all queued calls."""
         if checkpoint is not None:
             self._added += 1
         self._queue.put(checkpoint)

@@ -1,8 +1,8 @@
 """``on_commit=copy_to``: copy each complete checkpoint to another checkpoint directory, a path or a URL.
 
-The bytes of each file are compared with the manifest during the copy, and again in the target. A partial copy is hidden
-like a running save, and a copy is committed like a save. The copy of a killed run is continued: files with a matching
-digest in the target are not copied again. If checkpoints are missing in the target, because a run was killed or the
+The checksum of each file is verified during the copy, and again in the target. Like an unfinished save, an unfinished
+copy has a temporary name, so it does not count as a checkpoint. If a run is killed during a copy, the next copy skips
+files that are already complete in the target. If the target lacks earlier checkpoints, because a run was killed or the
 target was unreachable, the next call copies them too, the oldest first.
 """
 
@@ -46,10 +46,10 @@ class CopyTo:
         open_store(dir)
 
     def committed(self, checkpoint: CommittedCheckpoint) -> None:
-        """Copy the checkpoints that the target lacks.
+        """Copy the checkpoints that the target lacks and that ``keep`` retains.
 
         Raises:
-            CheckpointError: A file differs from its manifest, in the source or in the target, so its checkpoint was not
+            CheckpointError: a file in the source or in the copy does not match its checksum, so its checkpoint was not
                 copied; or another run writes to the target. ``OSError``: a directory cannot be read or written.
         """
         source, target = open_parent_store(checkpoint.path), open_store(self.dir)
@@ -96,7 +96,7 @@ def _place(one: Checkpoint, target: CheckpointStore) -> str:
 
 
 def _make(place: str, manifest: Manifest) -> None:
-    """Create the directory of a copy, or reuse the directory of a killed copy if it has no other files."""
+    """Create the directory of a copy, or reuse the directory of an unfinished copy if it has no other files."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(place)
     if os.path.islink(place):
@@ -105,7 +105,7 @@ def _make(place: str, manifest: Manifest) -> None:
         for each in entries:
             if not each.is_file(follow_symlinks=False) or each.name not in (*manifest.files, MANIFEST):
                 raise CheckpointError(f"{place} has {each.name}, which is not part of a copy. Move {place} away.")
-    with contextlib.suppress(FileNotFoundError):  # the manifest is written last
+    with contextlib.suppress(FileNotFoundError):  # an unfinished copy must not have a manifest, which is written last
         os.unlink(f"{place}/{MANIFEST}")
 
 

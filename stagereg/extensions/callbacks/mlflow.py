@@ -11,25 +11,25 @@ from stagereg.registry import register
 
 @register("on_commit", "mlflow")
 class MlflowArtifact:
-    """Logs ``checkpoints/step-00000100.json`` to a run: path, step, metrics and size; with ``upload``, the files too.
+    """Logs a file ``checkpoints/step-00000100.json`` with the checkpoint's path, step, metrics and size to a run.
 
     Args:
-        run_id: the ID of the run; ``None`` for the active run on rank 0 when the checkpointer is constructed, or, if no
-            run is active, the last active run.
-        upload: whether to upload the files of the checkpoint to ``checkpoints/step-00000100``; requires a checkpoint
-            directory that is a path, not a URL.
+        run_id: the ID of the MLflow run. By default, the run that is active on rank 0 when the checkpointer is
+            constructed; if no run is active then, the last active run.
+        upload: whether to upload also the files of the checkpoint, to ``checkpoints/step-00000100``. Requires a
+            checkpoint directory that is a path, not a URL.
     """
 
     def __init__(self, run_id: str | None = None, upload: bool = False) -> None:
         expect_installed("mlflow", "mlflow")
         import mlflow
 
-        active = mlflow.active_run()  # per thread, so it must be read here and not in the call
+        active = mlflow.active_run()  # depends on the thread, and ``committed`` runs on another thread
         self.run_id = run_id if run_id is not None or active is None else active.info.run_id
         self.upload = upload
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        """Log the checkpoint. Raises ``CheckpointError`` without a run, or if ``upload`` is set for a URL."""
+        """Log the checkpoint. ``CheckpointError`` if no run exists, or if ``upload`` is set but the path is a URL."""
         import mlflow
 
         last = None if self.run_id is not None else mlflow.last_active_run()

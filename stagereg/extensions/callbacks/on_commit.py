@@ -20,8 +20,8 @@ class CommittedCheckpoint:
 
     Attributes:
         step: the training step.
-        path: the directory, or the URL as a ``str``. The checkpoint is not deleted while a call for it runs.
-        manifest: the manifest, which lists its files with sizes and checksums.
+        path: the directory as a ``Path``, or the URL as a ``str``. During a call, retention does not delete it.
+        manifest: the manifest, which lists the files of the checkpoint with sizes and checksums.
         metrics: the values that rank 0 logged for that step (:func:`stagereg.log`) before the step was saved; values
             may be NaN or infinite.
     """
@@ -52,7 +52,7 @@ _SUCH = "stagereg.build('on_commit', 'wandb')"
 
 
 def components(given: Any) -> dict[str, OnCommit]:
-    """Return ``on_commit`` components by name, from a list, a mapping or one component; functions become components."""
+    """Convert one component, a list or a mapping to a dict of components by name. Functions become components."""
     if not isinstance(given, (Mapping, list, tuple)):
         given = [] if given is None else [given]
     if not isinstance(given, Mapping):

@@ -27,20 +27,20 @@ class ShellCommand:
     stdin and the run's stdout and stderr. A nonzero exit code is a failure. The program must allow this component.
 
     Args:
-        command: the command.
+        command: the shell command.
         timeout: time after which the command and its child processes are killed.
     """
 
     def __init__(self, command: str, timeout: datetime.timedelta = datetime.timedelta(minutes=20)) -> None:
         if not isinstance(command, str) or not command.strip():
-            raise ConfigError(f"on_commit/command: command must be the text of a command, not {command!r:.100}")
+            raise ConfigError(f"on_commit/command: command must be a string with a command, not {command!r:.100}")
         self.command, self.timeout = command, timeout
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
         """Run the command and wait until it exits.
 
         Raises:
-            CheckpointError: The command failed, or was killed.
+            CheckpointError: the command exited with a nonzero code, or was killed after ``timeout``.
         """
         told = {
             "STAGEREG_STEP": str(checkpoint.step),

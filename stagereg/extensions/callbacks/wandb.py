@@ -17,7 +17,7 @@ class WandbArtifact:
     and ``step-100`` is its alias. If the checkpoint is deleted later, the version refers to a missing path.
 
     Args:
-        name: the name of the artifact; ``None`` for ``checkpoint-`` and the ID of the run.
+        name: the name of the artifact. By default, ``checkpoint-RUN_ID`` with the ID of the wandb run.
         type: the type of the artifact.
     """
 
@@ -26,7 +26,7 @@ class WandbArtifact:
         self.name, self.type = name, type
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        """Log the checkpoint. Raises ``CheckpointError`` without a run."""
+        """Log the checkpoint. Raises ``CheckpointError`` if no wandb run is active."""
         import wandb
 
         run = wandb.run

@@ -46,8 +46,8 @@ class Diagnostics(CheckpointExtension):
     def start(self, setup: Setup, saves: Saves) -> None:
         rank = setup.ranks.rank
         self._every = setup.every
-        self._warned = rank > 0 or setup.resume == "never"  # about state dicts instead of objects
-        self._inspected = rank > 0  # whether the first save is checked
+        self._warned = rank > 0 or setup.resume == "never"  # whether to omit the warning about state dicts
+        self._inspected = rank > 0  # whether the first save has been checked, which only rank 0 does
         self._stale = None if rank > 0 else first_save.StaleNumbers()
         self._steps = GivenSteps() if rank == 0 and setup.stores else None
         self._forgotten = ForgottenObjects(setup.ranks)
@@ -89,5 +89,5 @@ class Diagnostics(CheckpointExtension):
         return inspect
 
     def close(self, in_time: bool = True) -> None:
-        """Report the remaining findings, and stop observing. Idempotent. Training thread."""
+        """Log the remaining findings, and stop the checks. Idempotent. Called on the training thread."""
         self._forgotten.close()

@@ -1,8 +1,8 @@
-"""Checks of the first saves of a run. They log a warning if a resume would not restore the run.
+"""Check the first saves of a run, and log a warning if a resumed run would not continue correctly.
 
-A stager that changes dtypes writes checkpoints that the objects reject. An optimizer may train parameters that are not
-in the state. A number in the state, as in ``state = {"samples": samples}``, keeps its first value while the variable
-of the program changes. Without the checks, only the next run would fail. A check that raises an error is skipped.
+A stager may change dtypes, so that ``load_state_dict`` rejects the checkpoint. An optimizer may train parameters that
+are not in the state. A number in ``state = {"samples": samples}`` keeps its first value while the program's variable
+changes. Without these checks, such mistakes would appear only in the next run. Errors in a check are ignored.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_LOOKS = 10  # saves to check, enough for a counter to change
-_SEEN = 2  # different values of a variable that trigger a warning
+_LOOKS = 10  # number of saves to check; a counter changes within this number of saves
+_SEEN = 2  # number of different values of a variable that triggers a warning
 
 
 def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
-    """Wrap a check so that it logs its errors and returns None, since the save itself reports invalid entries."""
+    """Wrap a check so that it logs its own errors and returns None. The save itself reports invalid entries."""
 
     @functools.wraps(check)
     def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -50,9 +50,9 @@ def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
 
 @only_looks
 def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
-    """Return the kind of each tensor of an object, by dotted name, and whether its copy may have another dtype.
+    """Map the dotted name of each tensor to its kind, and to whether its staged copy may have a different dtype.
 
-    ``captured`` has the entries of ``state`` that are staged.
+    Includes only tensors of objects. ``captured`` has the entries of ``state`` that are staged.
     """
     found: dict[str, tuple[TensorKind, bool]] = {}
     for name, value in state.items():
@@ -65,7 +65,7 @@ def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) 
 
 @only_looks
 def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: str, copy: Mapping[str, Any]) -> None:
-    """Log the tensors that have another dtype in a copy than in the state. Any thread."""
+    """Log the tensors whose dtype in the staged copy differs from the dtype in the state. Thread-safe."""
     every = (pair for name, value in copy.items() for pair in leaves(value, name))
     there = {path: TensorKind.of(x) for path, x in every if isinstance(x, torch.Tensor) and path in kinds}
     other = {path: kind for path, kind in there.items() if not kind.fits(*kinds[path])}
@@ -89,7 +89,7 @@ def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: st
 
 @only_looks
 def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
-    """Log the optimizers that train parameters outside of the state."""
+    """Log the optimizers that train parameters that are not in the state."""
     optimizers = {name: each for name, value in state.items() if (each := optimizer_state.optimizers_of(value))}
     others = {name: value for name, value in state.items() if name not in optimizers and name in captured}
     known: set[Any] = set()
@@ -97,7 +97,7 @@ def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, 
         tensors = [x for _, x in leaves(captured[name], name) if isinstance(x, torch.Tensor)]
         modules = module_state.modules_of(value)
         if tensors and not modules and is_stateful(value):
-            return  # the object may have copies of the parameters
+            return  # this object may save copies of the parameters
         known.update(*(module.parameters() for module in modules), map(memory_of, tensors))
     known.discard(0)  # the address of empty tensors
     for name, each in optimizers.items() if known else ():
@@ -115,10 +115,10 @@ def warn_of_foreign_parameters(state: Mapping[str, Any], captured: Mapping[str, 
 
 
 class StaleNumbers:
-    """Detects numbers in a state that do not follow the program's variables of the same name.
+    """Detects numbers in a state that keep an old value while the program's variable of the same name changes.
 
     If a program passes the same dict to each save, the dict keeps the first value of a number. That is a mistake unless
-    the number is constant. The number is not constant if a variable of the same name changes between saves.
+    the number is constant. A number is not constant if the variable of the same name changes between saves.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class StaleNumbers:
 
     @only_looks
     def look(self, state: Mapping[str, Any]) -> None:
-        """Log one number that does not follow its variable. Call on the training thread, within the program's save."""
+        """Log one stale number. Must run on the training thread, within the call by which the program saves."""
         if not self._left:
             return
         self._left -= 1
@@ -162,7 +162,7 @@ def search_program(find: Callable[[Mapping[str, Any]], T]) -> T:
         frame = frame.f_back
     own: Any = frame.f_locals
     found = find(ChainMap(own, frame.f_globals))
-    # Until Python 3.12, the frame keeps this dict and all tensors in it alive. The program may also use the dict.
+    # Until Python 3.12, the frame keeps this dict and its tensors alive. Clear the dict unless the program uses it too.
     if type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) <= 3:
         own.clear()
     return found

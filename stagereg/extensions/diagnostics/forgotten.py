@@ -1,6 +1,6 @@
-"""Detects forgotten objects: an optimizer or a scheduler that is not in the state, and steps that are not saved.
+"""Detect an optimizer, a scheduler or a sampler that is missing in the state, and step numbers that are never saved.
 
-Each mistake is logged once in a run, with the line to write. If the program is right, silence the module's logger.
+Each mistake is logged once per run, with the line of code to write. If the program is right, silence this logger.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _SILENCE = f". To silence this warning: logging.getLogger({__name__!r}).setLevel
 
 
 class ForgottenObjects:
-    """Finds optimizers of the state's parameters, their schedulers, and samplers that are not in the state.
+    """Finds optimizers, schedulers and samplers that a program uses for its model but does not put into the state.
 
-    Torch marks an optimizer that has a scheduler, except for ``ReduceLROnPlateau``, whose steps are observed until
-    :meth:`close`. Training thread.
+    torch marks an optimizer that has a scheduler, unless the scheduler is a ``ReduceLROnPlateau``. Steps of such a
+    scheduler are observed until :meth:`close`. All methods run on the training thread.
 
     Attributes:
         stepped: whether an optimizer has stepped since the attribute was set to False.
@@ -57,9 +57,9 @@ class ForgottenObjects:
     def __init__(self, ranks: RankGroup) -> None:
         self.stepped = False
         self._ranks, self._saves = ranks, 0
-        self._active: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # with a step since the last save
+        self._active: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers with a step since the last save
         self._plateaus: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
-        self._judged: weakref.WeakSet[Any] = weakref.WeakSet(COUNTED)  # initially the samplers of earlier loops
+        self._judged: weakref.WeakSet[Any] = weakref.WeakSet(COUNTED)  # checked objects, and samplers of earlier loops
         self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # an optimizer in the state may replace these
         self._found: dict[str, str] = {}  # the message of each kind, empty once it is logged
         self._removes = [AFTER_STEPS.add(self._note_step), PLATEAUS.add(self._note_plateau)]
@@ -76,7 +76,7 @@ class ForgottenObjects:
     def look(
         self, state: Mapping[str, Any], captured: Mapping[str, Any], others: Iterable[Mapping[str, Any] | None]
     ) -> None:
-        """Look for forgotten objects in a save.
+        """Search for objects that are missing in a save.
 
         Args:
             state: the state of the save.
@@ -100,7 +100,7 @@ class ForgottenObjects:
             self._report()  # other ranks report in the next save, so that rank 0 comes first
 
     def close(self) -> None:
-        """Report the remaining findings, and stop observing. Idempotent."""
+        """Log the remaining findings, and stop observing optimizers and schedulers. Idempotent."""
         self._report()
         for remove in self._removes:
             remove()
@@ -116,7 +116,7 @@ class ForgottenObjects:
         for entry, each in sorted(trained, key=lambda pair: pair[0]):
             is_lost = not saved.has(each) and (_is_scheduled(each) or bool(_state_of(each)))
             if is_lost and saved.replaces(each) and each not in self._replaced:
-                self._replaced.add(each)  # if it steps again, two optimizers train these parameters
+                self._replaced.add(each)  # report it only if it steps again, in addition to the optimizer in the state
                 continue
             self._replaced.discard(each)
             is_unscheduled = self._lacks_scheduler(each, saved)
@@ -141,7 +141,7 @@ class ForgottenObjects:
             self._found.setdefault("sampler", _TEXTS["sampler"].format("a ResumableSampler", "; ".join(lines)))
 
     def _lacks_scheduler(self, optimizer: Optimizer, saved: _Saved) -> bool:
-        """Whether ``optimizer`` has a scheduler that is not in the state."""
+        """Return whether ``optimizer`` has a scheduler that is not in the state."""
         known = any(each.optimizer.state is optimizer.state for each in saved.schedulers)
         plateau = any(saved.lacks(each, optimizer) for each in self._plateaus)
         return (plateau or (_is_scheduled(optimizer) and not known)) and not saved.has_schedules
@@ -155,7 +155,7 @@ class ForgottenObjects:
 
 
 class _Saved:
-    """The contents of a save: entries, optimizers, schedulers and parameters."""
+    """The entries, optimizers, schedulers and parameters that a save contains."""
 
     def __init__(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
         self.names = set(state)
@@ -177,20 +177,20 @@ class _Saved:
 
     @cached_property
     def _memory(self) -> dict[object, str]:
-        """Names of entries by the memory addresses of their tensors."""
+        """Maps the memory address of each saved tensor to the name of its entry."""
         tensors = ((x, name) for name, value in self._captured.items() for _, x in leaves(value, name))
         found = {entries.memory_of(x): name for x, name in tensors if isinstance(x, torch.Tensor)}
         found.pop(0, None)  # the address of tensors without memory
         return found
 
     def is_in_object(self, key: str) -> bool:
-        """Whether another object of the state saves ``key``, so it may contain an optimizer or a scheduler."""
+        """Return whether an entry of another kind saves ``key``, so that it may contain an optimizer or a scheduler."""
         unknown = (pair for pair in self._captured.items() if pair[0] not in self._known)
         return any(f".{key}." in f"{path}." for name, value in unknown for path, _ in leaves(value, name))
 
     @cached_property
     def has_schedules(self) -> bool:
-        """Whether another object of the state may contain a scheduler."""
+        """Whether an entry that is not a scheduler may contain a scheduler."""
         return self.is_in_object("last_epoch")
 
     def trained_by(self, optimizer: Optimizer) -> str | None:
@@ -200,16 +200,16 @@ class _Saved:
         return next(filter(None, chain(map(self._owners.get, params), by_memory)), None)
 
     def replaces(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer in the state has parameters of ``optimizer``."""
+        """Return whether an optimizer in the state trains parameters of ``optimizer``, and so may replace it."""
         return not self._trained.isdisjoint(parameters_of(optimizer))
 
     def lacks(self, scheduler: Any, optimizer: Optimizer) -> bool:
-        """Whether an object is a scheduler of ``optimizer`` that is not in the state."""
+        """Return whether ``scheduler`` is a scheduler of ``optimizer`` that is not in the state."""
         own = isinstance(scheduler, LRScheduler) and scheduler.optimizer.state is optimizer.state
         return own and all(each is not scheduler for each in self.schedulers)
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Whether the save has, or may have, the state of an optimizer in any object."""
+        """Return whether any object in the save contains, or may contain, the state of ``optimizer``."""
         if id(optimizer.state) in self._optimizers or self.is_in_object("param_groups"):
             return True
         places = [entries.memory_of(x) for x in _state_of(optimizer) if isinstance(x, torch.Tensor)]
@@ -226,12 +226,11 @@ def _is_scheduled(optimizer: Optimizer) -> bool:
 
 
 def _state_of(optimizer: Optimizer) -> list[Any]:
-    """Return the values in the state of an optimizer."""
     return [x for each in optimizer.state.values() for _, x in leaves(each, "") if x is not None]
 
 
 def _line(name: str, saved: _Saved, is_it: Callable[[Any], bool]) -> str:
-    """Return the line that puts an object of the program into the state."""
+    """Return the line of code that adds an object to the state. ``is_it`` identifies the object among variables."""
     key, number = name, 2
     while key in saved.names:
         key, number = f"{name}_{number}", number + 1
@@ -241,7 +240,7 @@ def _line(name: str, saved: _Saved, is_it: Callable[[Any], bool]) -> str:
 
 
 def _variable(space: Mapping[str, Any], is_it: Callable[[Any], bool]) -> str:
-    """Return the name of an object's variable, or ``variable.attribute``; empty if no variable has the object."""
+    """Return the variable, or ``variable.attribute``, with a value that ``is_it`` accepts; empty if none exists."""
     plain = {name: x for name, x in space.items() if not isinstance(x, (types.ModuleType, type))}
     found = {name: x for name, x in plain.items() if is_it(x)}
     found = found or {
@@ -260,8 +259,8 @@ class GivenSteps:
     def __init__(self) -> None:
         self._last: int | None = None
         self._saved: int | None = None
-        self._calls = self._repeats = 0  # calls that repeat the last step number; repeats after an optimizer step
-        self._crossed: list[int] | None = []  # steps after skipped multiples of ``every``, since the last save
+        self._calls = self._repeats = 0  # calls with a repeated step number; such calls after an optimizer step
+        self._crossed: list[int] | None = []  # steps since the last save that skipped a multiple of ``every``
         self._warns = True
 
     def look(self, step: int, every: int | None, saved: int | None, stepped: bool) -> None:

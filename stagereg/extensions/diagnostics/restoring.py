@@ -1,8 +1,8 @@
-"""Checks of a restore: warn if it replaces options, or if the run has a newer checkpoint than the one in ``resume``.
+"""Check each restore: warn if it replaces options, or if the run has a newer checkpoint than ``resume`` names.
 
 ``load_state_dict`` replaces options of optimizers and schedulers with the saved options. So a run that is restarted
-with more steps, or with another weight decay, continues with the old values. Values that change during training, such
-as the learning rate of a schedule, are not options.
+with more steps, or with a new weight decay, continues with the old values. Values that change during training, such as
+the learning rate of a schedule, are not options.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 _MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # changing attributes
 _PRIVATE = {"_milestones", "_schedule_phases"}  # private attributes that are options
-_RATES = {"lr", "initial_lr"}  # values of a group that schedulers change
-_MOMENTA = {"momentum", "betas"}  # values of a group that schedulers change if the group has one of ``_CYCLES``
+_RATES = {"lr", "initial_lr"}  # values of a parameter group that schedulers change
+_MOMENTA = {"momentum", "betas"}  # values that schedulers change if the parameter group has a key in ``_CYCLES``
 _CYCLES = {"base_momentum", "max_momentum"}
 _MOST, _LONGEST = 10, 400  # maximum lines of a message, maximum characters of a value
 _TEXT = (
@@ -51,7 +51,7 @@ Options = dict[tuple[str, str], list[Any]]  # (owner, name) in Python code -> va
 
 @only_looks
 def options_of(state: Mapping[str, Any]) -> Options:
-    """Return the options of the optimizers and schedulers of a state."""
+    """Return the options of all optimizers and schedulers in a state."""
     found: Options = {}
     values = {name: entries.value_of(state, name) for name in state}
     scheduled = [each.optimizer for each in values.values() if isinstance(each, LRScheduler)]
@@ -67,7 +67,7 @@ def options_of(state: Mapping[str, Any]) -> Options:
 
 @only_looks
 def warn_of_replaced(state: Mapping[str, Any], before: Options | None) -> None:
-    """Log the options that a restore changed from ``before``, with the lines that set the old values again."""
+    """Log the options that a restore changed from ``before``, with lines of code that set the old values again."""
     after = options_of(state) or {}
     pairs = {key: (old, after[key]) for key, old in (before or {}).items() if key in after}
     lines: dict[str, list[str]] = {_TEXT: [], _RATE: []}
@@ -127,7 +127,7 @@ def _of_scheduler(code: str, scheduler: Any) -> Iterator[tuple[tuple[str, str], 
 
 
 def _plain(value: Any) -> Iterator[Any]:
-    """Yield a copy of a plain value, with lists for tuples and numbers for tensors; nothing for other values."""
+    """Yield a copy of a number, string or container, with tuples as lists and tensors as numbers; otherwise nothing."""
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and not value.is_meta:
             yield value.item()
@@ -162,9 +162,9 @@ class RestoreChecks(RestoreExtension):
 
 @only_looks
 def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
-    """Log that the run has a newer checkpoint than the checkpoint in ``resume``, for example after a restart.
+    """Log a warning if the run has a newer checkpoint than ``restored``, for example because the run was restarted.
 
-    If the run counts its steps from 0 again, its checkpoints are identified by its command.
+    A run may count its steps from 0 again, so a checkpoint with this run's command line also counts as newer.
     """
     newest = store.latest()
     if newest is None:

@@ -1,8 +1,8 @@
-"""Read the earlier attempts of a run from rank 0's record.
+"""Read the earlier attempts (starts of all ranks) of a run from the events that rank 0 recorded.
 
-Several programs may record in one directory. An attempt belongs to this run if the same launcher started the attempt,
-or if the attempt took steps with the same checkpoint directory. A run ends with the attempt that completes. Parses only
-the needed lines, so that the start of a run is fast.
+Several programs may record events in one directory. An attempt belongs to this run if the same launcher started the
+attempt, or if the attempt took steps with the same checkpoint directory. A run ends with the first attempt that
+completes. Parses only the needed lines, so that a run starts fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stagereg.errors import MALFORMED
 
 @dataclass(frozen=True)
 class Earlier:
-    """The attempts before the current attempt. Times are seconds since the epoch."""
+    """A summary of the attempts before the current attempt. Times are Unix times in seconds."""
 
     began: float  # start of the first attempt
     last: float  # last step of the previous attempt, or the start of that attempt if it took no step
@@ -27,7 +27,7 @@ class Earlier:
     attempts: int
     failures: int  # failures after which training resumed
     stored: int  # failures after which training resumed from a periodic checkpoint in storage, or from scratch
-    # The end of the previous attempt: the reason ``why`` if it failed, and the times ``noticed`` and ``ended``
+    # The failure of the previous attempt: the reason ``why``, the time of its detection ``noticed``, the time ``ended``
     failure: dict[str, Any]
 
     @classmethod

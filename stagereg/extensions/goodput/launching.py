@@ -1,4 +1,4 @@
-"""Measure the phases of each start (:mod:`.phases`): launcher and ranks record why an attempt failed."""
+"""Measure the phases of each start (:mod:`.phases`). The launcher and the ranks record why an attempt failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTE = "failure"  # key of the failure that an attempt records for the next att
 
 
 class GoodputLauncher(LaunchExtension):
-    """Records a failure that the launcher detects, for the next attempt. Replaces the failure that a rank recorded."""
+    """Records a failure that the launcher detects, for the next attempt. Overwrites a failure that a rank recorded."""
 
     def after(self, end: End) -> None:
         if end.failed and end.attempt.task.index == 0:
@@ -26,7 +26,7 @@ class GoodputLauncher(LaunchExtension):
 
 
 class GoodputRank(RankExtension):
-    """Marks the phases of this process's start, and records a failure in the rendezvous store for the next attempt."""
+    """Measures the phases of this process's start, and records a failure of this rank for the next attempt."""
 
     def __init__(self) -> None:
         self._previous: dict[str, Any] | None = None  # the failure of the previous attempt, on rank 0
@@ -49,7 +49,7 @@ class GoodputRank(RankExtension):
 
 
 def note_failure(rank: ThisRank, why: str) -> None:
-    """Record why this attempt failed, unless another rank has. Does nothing if the rendezvous store is unreachable."""
+    """Record why this attempt failed, unless another rank has done so. Ignores an unreachable rendezvous store."""
     with contextlib.suppress(RuntimeError):
         if rank.store.is_first("a failure"):
             rank.store.leave(_NOTE, {"why": why, "noticed": time.time()})

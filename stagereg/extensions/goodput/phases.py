@@ -1,8 +1,8 @@
-"""The duration of a start, by phase: from the last step before a failure to the first step after the restart.
+"""Measure the phases of a start: the time from the last step before a failure to the first step after the restart.
 
-Each of :data:`PHASES` is named after its last event. This process marks its own phases; the rendezvous store, or the
-record of the last attempt (:mod:`.earlier`), has the earlier phases.
-At its first step, rank 0 emits an event ``restart``, or ``begin`` if no failure preceded the start.
+Each phase in :data:`PHASES` is named after the event that ends the phase. This process records its own phases. Earlier
+phases come from the rendezvous store, or from the events of the previous attempt (:mod:`.earlier`). At its first step,
+rank 0 emits an event ``restart``, or ``begin`` if no failure preceded the start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Start:
 
     @property
     def failure(self) -> dict[str, Any]:
-        """The failure before this start. Reports of the previous attempt override the record."""
+        """The reason and the times of the failure before this start. A report of that attempt overrides the record."""
         return {**(self.earlier.failure if self.earlier is not None else {}), **self._told}
 
     def report(self, step: int) -> None:
@@ -91,22 +91,23 @@ _loaded = time.time()
 
 
 def mark(phase: str, at: float | None = None) -> None:
-    """Record the end of a phase of this process's start, by default now; ``launched`` is the start of the launcher."""
+    """Record the Unix time at which a phase of this start ended, by default now. ``launched``: the launcher started."""
     _marks[phase] = time.time() if at is None else at
 
 
 def begin(directory: Path, attempt: str, noted: Mapping[str, Any] | None) -> None:
     """Begin an attempt that rank 0 is about to record in ``directory``.
 
-    ``noted`` is the failure that the launcher, or a rank of the previous attempt, reported: the reason ``why``, the
-    Unix time ``noticed``, and from a launcher the Unix time ``ended``, when all ranks had exited, and ``restart``.
+    ``noted`` is the failure that the launcher, or a rank of the previous attempt, reported: the reason ``why`` and the
+    Unix time ``noticed``. A launcher adds the Unix time ``ended``, when all ranks had exited, and the number of the
+    restart, ``restart``.
     """
     global _start
     _start = _Start(directory / record.file_name(0), attempt, noted or {})
 
 
 def saves_to(directory: str) -> None:
-    """Set the checkpoint directory by which :mod:`.earlier` finds the attempts of this run."""
+    """Set the checkpoint directory, with which :mod:`.earlier` finds the attempts of this run."""
     if _start is not None and not _start.reported:
         _start.checkpoints = directory
         vars(_start).pop("earlier", None)
@@ -123,7 +124,7 @@ def restored(step: int, source: str, origin: str) -> None:
 
 
 def take_step(step: int) -> None:
-    """Record that a step was taken. The first step of an attempt also records the phases of its start."""
+    """Record that this process took a step. The first step of an attempt also records the phases of the start."""
     first_step.take_step()
     record.emit("step", step=step)
     if _start is not None and not _start.reported:
@@ -131,10 +132,10 @@ def take_step(step: int) -> None:
 
 
 def mtbf_s(expected_s: float, in_tier: bool) -> float:
-    """Return the mean time between failures in seconds, from the expected value and this run's failures. On rank 0.
+    """Estimate the mean time between failures in seconds, from ``expected_s`` and this run's failures. Only on rank 0.
 
-    The expected value counts as one failure in that time. With ``in_tier``, all failures count; otherwise only the last
-    failure, and failures after which the run resumed from storage.
+    The estimate begins with one failure in ``expected_s`` seconds. With ``in_tier``, all failures count; otherwise only
+    the last failure, and failures after which the run resumed from storage.
     """
     if _start is None or (earlier := _start.earlier) is None:
         return expected_s
@@ -143,13 +144,13 @@ def mtbf_s(expected_s: float, in_tier: bool) -> float:
 
 
 def _sentence(why: str) -> str:
-    """Return the first line of a report of a failure, or the error of a traceback that begins in that line."""
+    """Return the first line of a failure report. If a traceback begins in that line, its last line replaces it."""
     lines = why.strip().splitlines() or [""]
     return lines[0].removesuffix(" Error on this rank:").replace("Traceback (most recent call last):", lines[-1])
 
 
 def process_start(process: str) -> float:
-    """Return the start time of a process in Unix seconds; without Linux, the time of this module's import."""
+    """Return the Unix time at which a process started; on other systems than Linux, when this module was imported."""
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Mark the ends of two phases of a start: the restore of a checkpointer, and its first step."""
+"""Record when two phases of a start end: with the restore of the checkpointer, and with the first step."""
 
 from __future__ import annotations
 

@@ -149,5 +149,5 @@ def test_a_package_that_is_missing_is_one_clear_error(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("given", ["", "  ", 3])
 def test_a_command_that_is_none_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="must be the text of a command"):
+    with pytest.raises(ConfigError, match="must be a string with a command"):
         stagereg.build("on_commit", "command", command=given)
