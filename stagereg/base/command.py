@@ -32,7 +32,7 @@ def command_key() -> str:
 
 
 def is_program(key: str) -> bool:
-    """Return whether ``key`` is of the program that this process runs, with any arguments. True for an empty key."""
+    """Return whether ``key`` identifies the program of this process, with any arguments. True for an empty key."""
     return not key or key[:_HALF] == command_key()[:_HALF]
 
 

@@ -56,7 +56,7 @@ def format_error(error: BaseException) -> str:
 
 
 def describe_after(error: BaseException, known: BaseException | None) -> str:
-    """Return the message of ``error``; only one line if ``known``, already printed, differs only in its step number."""
+    """Return the message of ``error``, or a short line if ``known``, which was printed, differs only in its step."""
     text, before = str(error), "" if known is None else str(known)
     step, other = _NOT_SAVED.match(text), _NOT_SAVED.match(before)
     if step is None or other is None or _STEP.sub("", text) != _STEP.sub("", before):

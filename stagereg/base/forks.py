@@ -1,4 +1,4 @@
-"""Memory and objects of a process that forks, for example for the workers of a ``DataLoader``.
+"""Handle memory and objects of a process that forks, for example for the workers of a ``DataLoader``.
 
 After a fork, parent and child share private pages, and the first write to a shared page costs a page fault and a copy.
 :func:`private_memory` returns pages that a child does not inherit. In the child, the addresses of these pages stay

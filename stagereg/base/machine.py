@@ -1,4 +1,4 @@
-"""The machine of a run: its name, cores, memory and file systems, and the setting of the C library for staging.
+"""The machine of a run: its name, cores, memory and file systems, and a setting of the C library for fast staging.
 
 glibc's ``memmove`` bypasses the cache (non-temporal stores) only above a threshold that depends on the size of the
 shared cache: 99 MiB on a machine with a cache of 258 MiB. A staged copy is not read again soon, so bypassing the cache
@@ -69,7 +69,7 @@ def cores() -> int:
 
 
 def ranks_here(world_size: int) -> int:
-    """Return the number of ranks on this machine, from the launcher's variables; ``world_size`` if unknown."""
+    """Return this machine's number of ranks from the launcher's environment variables; ``world_size`` if unknown."""
     variables = os.environ
     if "LOCAL_WORLD_SIZE" in variables:
         return int(variables["LOCAL_WORLD_SIZE"])

@@ -118,7 +118,7 @@ class ObjectStore:
         retrying("writing", url, lambda: self.fs.pipe_file(self.path(url), data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Create an object, without retries; return False if it exists. ``NotImplementedError`` if unsupported."""
+        """Create an object, without retries. Return False if it exists; raise NotImplementedError if unsupported."""
         try:
             self.fs.pipe_file(self.path(url), data, mode="create")
         except FileExistsError:

@@ -46,7 +46,7 @@ _REFUSED = (
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return the result of ``act``. After ``seconds``, raise ``TimeoutError``; ``give_back`` gets a late result."""
+    """Return the result of ``act``; raise ``TimeoutError`` after ``seconds``. Passes a late result to ``give_back``."""
     answer: Future[T] = Future()
 
     def work() -> None:

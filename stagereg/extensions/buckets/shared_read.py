@@ -217,7 +217,7 @@ class SharedRead:
     # -- sending
 
     def run(self) -> dict[str, str]:
-        """Read all needed bytes to their targets, and return the errors of files by name. Collective.
+        """Read all needed bytes into their targets, and map the name of each corrupt file to its error. Collective.
 
         Raises:
             CheckpointError: a rank could not read or copy some bytes. Raised on all ranks. Some tensors have changed.

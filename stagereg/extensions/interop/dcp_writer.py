@@ -331,7 +331,7 @@ def _local(path: StrPath, what: str) -> Path:
 
 
 def _others(path: Path) -> list[str]:
-    """Return the names in the directory ``path`` that are not part of a checkpoint. For a file, return a message."""
+    """Return the names in the directory ``path`` that are not part of a checkpoint; a message if ``path`` is a file."""
     if not path.is_dir():
         return ["this path is a file"]
     with os.scandir(path) as entries:
@@ -371,7 +371,7 @@ def _expect_sole(path: Path) -> None:
         if time.monotonic() > until:
             raise CheckpointError(
                 f"An earlier save to {path} is still being written. Wait for its future before you save again. If that "
-                "save has failed, save again from its thread, or end that thread."
+                "save has failed, save again from the same thread, or end that thread."
             )
         time.sleep(_POLL_INTERVAL_S)
 

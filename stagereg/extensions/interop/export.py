@@ -56,9 +56,9 @@ class Exported(NamedTuple):
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
     """Write a checkpoint to the file ``out``, or to several numbered files. Raises ``CheckpointError``, ``OSError``.
 
-    ``only`` selects one entry; its tensors are named without the entry's name. The suffix of ``out`` selects the
-    format; only ``.safetensors`` uses ``options``. With ``replace``, existing files are replaced. The export frees
-    tensors of ``checkpoint``, so do not use it afterwards.
+    With ``only``, only the entry of that name is written, and names of tensors do not begin with its name. The suffix
+    of ``out`` selects the format; only ``.safetensors`` uses ``options``. ``replace`` allows overwriting files. Do not
+    use ``checkpoint`` after the export.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
     if out.suffix != SAFETENSORS:

@@ -67,7 +67,7 @@ class MatchedFiles(CheckpointFiles):
                 if name_map.may_miss(name):
                     continue
                 known = f"It has {listed(sorted(tree))}.{nearest(name, tree)} {from_scratch(name)}."
-                raise MissingEntryError(f"The checkpoint has no entry {name!r}, and none with its parameters. {known}")
+                raise MissingEntryError(f"The checkpoint has neither an entry {name!r} nor its parameters. {known}")
             found[name] = tree.get(name) if structure is None else structure
         self.index.state = found
 
@@ -112,7 +112,7 @@ def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], opti
 
 
 def _most_alike(entry: str, there: Iterable[str], wanted: Collection[str]) -> str | None:
-    """Return the prefix under which most wanted names were saved (``there``); ``None`` if none of them was saved."""
+    """Return the prefix under which most ``wanted`` names occur in the saved names ``there``; ``None`` if none does."""
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")

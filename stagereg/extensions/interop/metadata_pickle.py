@@ -31,7 +31,7 @@ class _Look(BoundedUnpickler):
 
 
 def expect_metadata(content: bytes) -> None:
-    """Raise ``ValueError`` if ``content`` is not torch metadata. Accepts large content unchecked; imports no torch."""
+    """Raise ``ValueError`` if ``content`` is not torch metadata. Skips large content. Does not import torch."""
     if len(content) > _SMALL_BYTES:
         return
     try:

@@ -47,7 +47,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         verified: whether the content of every file was compared with its checksum.
         entries: the names of the state's entries.
         files: the files of the checkpoint.
-        structures: the nested structure of each entry, with a :class:`.Leaf` for each tensor or object, not yet read.
+        structures: the nested structure of each entry, in which an unread :class:`.Leaf` stands for a tensor or object.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         return wanted.value
 
     def _mapped(self, stored: Stored) -> torch.Tensor | None:
-        """Return a tensor mapped from a local file; ``None`` unless the file has the whole tensor in mappable form."""
+        """Return a memory-mapped tensor; ``None`` if the tensor is not stored as one aligned range of a local file."""
         if stored.dtype is None or stored.chunks is None or len(stored.chunks) != 1:
             return None
         [chunk] = stored.chunks
@@ -158,7 +158,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
 
 def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> OpenCheckpoint:
-    """Open the checkpoint ``chosen``. The result later closes the resources in ``reading``. Raises CheckpointError."""
+    """Open the checkpoint ``chosen``, which then owns the resources in ``reading``. Raises ``CheckpointError``."""
     if chosen.writer:
         if local_part(chosen.path) is None:
             raise CheckpointError(f"Cannot read {chosen.path} from a URL: torch wrote it. Copy it to a local disk.")

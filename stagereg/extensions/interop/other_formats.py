@@ -64,7 +64,7 @@ def warn(root: str) -> None:
             if lines:
                 _log.warning(
                     "stagereg: training starts from scratch, since %s has no checkpoint of stagereg or of "
-                    "torch.distributed.checkpoint. %s in it is %s. To begin with its weights, write before "
+                    "torch.distributed.checkpoint. It has %s, which is %s. To begin with these weights, write before "
                     "restore():\n%s",
                     *(root, each.name, what, lines.format(path=each.path)),
                 )

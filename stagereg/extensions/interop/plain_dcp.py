@@ -42,7 +42,7 @@ _LONGEST_OPTION = 1 << 20  # maximum number of values and characters in one opti
 
 
 def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
-    """Return a directory's files and its nested state, with unread leaves as values. Raises ``CheckpointError``."""
+    """Return a directory's files, and its state with an unread :class:`.Leaf` per value. Raises ``CheckpointError``."""
     folder = Path(path).expanduser()
     try:
         metadata = loads(read_small(os.path.realpath(folder / METADATA), METADATA_BYTES))
@@ -174,7 +174,7 @@ def _expect_short_option(key: str, option: Any) -> None:
 
 
 def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the values that belong to no parameter from the state dict ``value`` to ``saved``, unless it is flattened."""
+    """Return ``saved``, plus the values of a nested state dict ``value`` that do not belong to a parameter."""
     state, groups = value.get("state"), value.get("param_groups")
     if not isinstance(state, dict) or groups is None:
         return {**saved}
@@ -184,7 +184,7 @@ def _with_all(saved: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, A
 
 
 def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metadata.MetadataIndex, Any]:
-    """Change quantized tensors in the metadata to objects, as only a pickle has their scales. Return all locations."""
+    """Declare quantized tensors as objects in the metadata, to read their scales too. Return all file locations."""
     quantized = {
         name: torch_metadata.BytesStorageMetadata()
         for name, entry in metadata.state_dict_metadata.items()
@@ -198,7 +198,7 @@ def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metad
 
 
 def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
-    """Return the names of objects and wrapper tensors. A wrapper's file is smaller than its elements would be."""
+    """Return the names of objects and of wrapper tensors. A wrapper is stored in fewer bytes than its elements need."""
     lengths: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
         lengths[index.fqn] += info.length

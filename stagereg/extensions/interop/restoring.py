@@ -58,7 +58,7 @@ class TorchDirectories(RestoreExtension):
 
 
 def _without_ranks(found: VerificationResult, by_name: bool = True) -> VerificationResult:
-    """Return ``found`` with a manifest for any world size, and without files if their checksums are unknown.
+    """Return ``found`` for use with any world size. Its manifest lists no files if their checksums are unknown.
 
     The step comes from the directory's name, or with ``by_name=False`` from the saved state.
     """

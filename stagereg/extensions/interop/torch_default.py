@@ -22,12 +22,12 @@ class TorchDefaultStager(AsyncStager):
     in place (``resize_``) raises ``AssertionError``.
 
     Args:
-        use_pinned_memory: use page-locked memory for copies; ``None``: only if an accelerator is available.
+        use_pinned_memory: use page-locked memory for copies. By default, only if an accelerator is available.
         use_shared_memory: use shared memory for copies (a file descriptor per tensor), for a writer in another process.
-        use_async_staging: copy on another thread, so that ``stage`` returns a future; ``None``: only if an accelerator
-            is available.
-        use_non_blocking_copy: copy asynchronously from the accelerator; ``None``: only if an accelerator is available.
-            ``True`` without an accelerator is an error, as in torch.
+        use_async_staging: copy on another thread, so that ``stage`` returns a future. By default, only if an
+            accelerator is available.
+        use_non_blocking_copy: copy asynchronously from the accelerator. By default, only if an accelerator is
+            available. ``True`` without an accelerator is an error, as in torch.
 
     Raises:
         StagingError: torch rejects these options on this machine.

@@ -92,7 +92,7 @@ def _read(backend: Backend, path: str, name: str, there: int | str) -> bytes:
 
 
 def _followed(path: str, there: int | str) -> int | str:
-    """Return the listed size; for a symbolic link, the size of its target, because torch and restores follow links."""
+    """Return the listed size ``there``, or the size of a symbolic link's target, because torch follows links."""
     try:
         return os.stat(path).st_size if os.path.islink(path) else there
     except OSError as error:

@@ -169,7 +169,7 @@ def _expect_size(value: Any, ndim: int | None = None) -> None:
     if len(value) > MOST_DIMENSIONS:
         raise ValueError("a tensor has more dimensions than are supported")
     if ndim not in (None, len(value)):
-        raise ValueError("a chunk has another number of dimensions than its tensor")
+        raise ValueError("a chunk and its tensor have different numbers of dimensions")
 
 
 def _is_number(value: Any) -> bool:

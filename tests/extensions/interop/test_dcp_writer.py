@@ -298,7 +298,7 @@ def test_a_save_that_failed_blocks_no_later_one(tmp_path: Path) -> None:
         failed = pool.submit(save, storage_writer=stagereg.DcpWriter(tmp_path / "a"), planner=Failing())
         with pytest.raises(CheckpointException, match="mine"):
             failed.result(60)
-        with pytest.raises(CheckpointException, match="save again from its thread, or end that thread"):
+        with pytest.raises(CheckpointException, match="save again from the same thread, or end that thread"):
             save(storage_writer=stagereg.DcpWriter(tmp_path / "a"))
         pool.submit(save, storage_writer=stagereg.DcpWriter(tmp_path / "a")).result(60)
         save(storage_writer=stagereg.DcpWriter(tmp_path / "a"))

@@ -173,7 +173,7 @@ def test_what_has_nothing_to_save_need_not_be_there(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": trained()[0], "hooks": {}}
     restored(tmp_path / "there", state)
     assert state["hooks"] == {}
-    with pytest.raises(CheckpointError, match="The checkpoint has no entry 'epoch'"):
+    with pytest.raises(CheckpointError, match="The checkpoint has neither an entry 'epoch'"):
         restored(tmp_path / "there", {"epoch": 0})
 
 
@@ -212,8 +212,8 @@ def test_of_two_that_fit_the_one_of_that_name_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {}}, "has no entry 'model', and none with its parameters. It has epoch, optim"),
-        ({"optim": {}}, "has no entry 'optimizer', and none with its parameters. It has epoch, model"),
+        ({"model": {}}, "has neither an entry 'model' nor its parameters. It has epoch, optim"),
+        ({"optim": {}}, "has neither an entry 'optimizer' nor its parameters. It has epoch, model"),
         (
             {"model": {"0.weight": torch.ones(4, 3), "1.bias": torch.ones(9)}},
             "2 missing in the checkpoint: 0.bias, 1.weight; 1 of an",

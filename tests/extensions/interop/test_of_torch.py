@@ -310,7 +310,7 @@ def test_a_run_that_starts_from_scratch_next_to_a_file_of_weights_logs_lines_tha
     os.utime(tmp_path / "old.pt", (1, 1))
     torch_save(path := tmp_path / "ckpt.pth")
     [text] = said()
-    assert "ckpt.pth in it is a file that torch.save wrote. To begin with its weights, write before restore():" in text
+    assert "It has ckpt.pth, which is a file that torch.save wrote. To begin with these weights, write before" in text
     assert "old.pt" not in text
     known: dict[str, Any] = {"torch": torch, "model": (model := torch.nn.Linear(3, 2))}
     exec("\n".join(line.strip() for line in text.splitlines()[1:]), known)
