@@ -215,6 +215,7 @@ class SimulatedChannel:
 
     def __init__(self, state: _ChannelState, rank: int) -> None:
         self.rank, self.size = rank, state.simulation.size
+        self.ranks = range(self.size)
         self._state = state
 
     def add(self, values: Sequence[float]) -> SimulatedCall:

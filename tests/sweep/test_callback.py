@@ -217,7 +217,7 @@ def test_a_completed_result_of_a_sweep_is_never_replaced(tmp_path: Path, caplog:
     for returned, mode, value in ((1.5, "MULTIRUN", 1.5), (2.5, "MULTIRUN", 1.5), (3.5, "RUN", 3.5)):
         Compare().on_job_end(config(tmp_path, mode=mode), ended(returned))
         assert JobResult.read(tmp_path / "0").returned == value
-    assert "another process completed this job" in caplog.text
+    assert "Another process completed this job" in caplog.text
 
 
 def test_of_several_tasks_of_one_run_the_first_has_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,8 @@ class RankGroup:
     that has no limit of its own. Values below half an hour are raised to half an hour.
     """
 
+    _named: Sequence[int] = ()  # global ranks of the group's ranks, for messages; a subclass may have none
+
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
@@ -134,7 +136,6 @@ class RankGroup:
         self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # limit of exchanges without their own limit
         self.rank, self.size = 0, 1
         self.numbers: Sequence[int] = range(1)  # the number of each rank in the checkpoint
-        self._named: Sequence[int] = ()  # global ranks of the group's ranks, for messages
         self._store: Any = None
         self._why = ""  # error message after a rank failure
         if not (dist.is_available() and dist.is_initialized()):
