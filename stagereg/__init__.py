@@ -26,7 +26,7 @@ def _modules(stub: Path) -> dict[str, str]:
 
 
 def _attribute(owner: str, stub: Path, name: str) -> Any:
-    """Import and return an attribute of the module ``owner`` that its stub file lists."""
+    """Import and return an attribute of the module ``owner``. The stub file lists its attributes."""
     if name == "__all__":
         return sorted(name for name, module in _modules(stub).items() if not missing(module))
     module = _modules(stub).get(name)
@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise ``InstallationError`` if the unrelated distribution ``stagereg`` is also installed in ``folder``."""
+    """Raise ``InstallationError`` if an unrelated distribution named ``stagereg`` is also installed in ``folder``."""
     for found in folder.glob("stagereg-*.dist-info"):
         raise InstallationError(
             f"Two projects are installed in {folder / 'stagereg'}: hydra-stagereg, and stagereg, which is an "
@@ -58,7 +58,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _begin_rank() -> None:
-    """In a rank that ``stagereg run`` started, exit with code 75 if a signal arrives before the first step."""
+    """In a rank that ``stagereg run`` started, make a signal before the first step exit with code 75."""
     if os.environ.get("STAGEREG_KEEPS_CODE") == str(os.getppid()):
         importlib.import_module("stagereg.launch.extension").begin()
 

@@ -1,7 +1,7 @@
-"""Assembles ``stagereg.Checkpointer`` from the core and from the extensions that are installed.
+"""Builds ``stagereg.Checkpointer`` from the core and the installed extensions.
 
-No other module names extensions for a checkpointer. An extension that is not installed is left out. If an option needs
-the extension, the constructor raises an error that names the missing package.
+Only this module refers to extensions for a checkpointer. Extensions that are not installed are left out. If an option
+requires a missing extension, the constructor raises an error that contains the name of the missing package.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Replicas:
     """How ranks save replicated parameters and optimizer state.
 
     Args:
-        share: each rank writes one shard of the replicated tensors and, from the second save on, stages only this
-            shard. With False, all ranks stage all tensors, and the lowest rank writes them.
-        verify_every: compare checksums of the replicas in every N-th save, which stages all tensors, and fail the save
-            if they differ. 0 compares only in the first save.
+        share: whether each rank writes one shard of the replicated tensors, and stages only this shard from the second
+            save on. With False, all ranks stage all tensors, and the lowest rank writes them.
+        verify_every: N: compare checksums of the replicas in every N-th save, and fail the save if they differ. These
+            saves stage all tensors. 0: compare only in the first save.
 
     Raises:
         ConfigError: a value is invalid.
@@ -61,11 +61,11 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Preemption:
-    """The behavior of a run on SIGTERM or SIGUSR1.
+    """How a run reacts to SIGTERM and SIGUSR1.
 
     Args:
-        grace_period: time in which the ranks agree on a step, save it and exit after SIGTERM or SIGUSR1. With ``None``,
-            the run does not handle these signals.
+        grace_period: the time in which the ranks agree on a step, save it and exit after SIGTERM or SIGUSR1. With
+            ``None``, the run does not handle these signals.
 
     Raises:
         ConfigError: a value is invalid.
@@ -84,9 +84,10 @@ class Checkpointer(core.Checkpointer):
 
     Every rank constructs a checkpointer and calls the same methods with the same steps and names. Without an
     initialised ``torch.distributed``, a process is a run of one rank. A checkpoint is complete or absent: a crash at
-    any time leaves earlier checkpoints untouched. Only one run at a time can save in a directory. The first call of
-    :meth:`maybe_save`, :meth:`should_save` or :meth:`save` locks it; so does :meth:`restore` if the same command has
-    saved there. A program that calls none of these methods only reads, and may run next to training.
+    any time leaves earlier checkpoints unchanged. Only one run at a time can save in a directory. The first call of
+    :meth:`maybe_save`, :meth:`should_save` or :meth:`save` locks the directory. :meth:`restore` also locks it if a run
+    with this run's command line saved the newest checkpoint. A program that calls none of these methods only reads, and
+    may run during training.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers),
     lists and dicts of such objects, or plain values (numbers, text, tensors, nested dicts and lists). The modules of an
@@ -99,35 +100,39 @@ class Checkpointer(core.Checkpointer):
         every: ``maybe_save`` saves at multiples of this number of steps, at least 1. ``"auto"`` chooses the number that
             loses the least time to checkpoints and failures, from the measured cost of saves and ``failure.mtbf``.
         keep: the number of newest checkpoints to retain, at least 1, or a rule: :class:`stagereg.Keep` or a component
-            of the kind ``keep``. The disk needs space for one more: an old one is deleted once the new one is complete.
+            of the kind ``keep``. The disk needs space for one more checkpoint, because an old checkpoint is deleted
+            only after the new one is complete.
         resume: the checkpoint that ``restore`` loads. ``"auto"``: the newest valid checkpoint, if one exists;
             ``"never"``: no checkpoint; ``"latest"``: the newest checkpoint, which must exist; or the path of a
             checkpoint, which plain torch may have written. A bare name is looked up in ``dir``, then ``.``.
-        stager: the stager that copies the state: an object or its name, ``None`` for ``overlapped``. It is closed, too.
+        stager: the stager that copies the state: an object or its name, ``None`` for ``overlapped``. :meth:`close`
+            closes it too.
         storage: the storage that writes and reads the files: an object or its name, ``None`` for ``dcp``.
         process_group: the ranks that save together, ``None`` for all ranks. The constructor is collective.
         restore: how :meth:`restore` chooses and reads a checkpoint: :class:`stagereg.Restore`.
         failure: timeouts, and the reaction to failed saves: :class:`stagereg.Failure`.
         replicas: how replicated tensors are saved: :class:`stagereg.Replicas`.
         preemption: the reaction to SIGTERM and SIGUSR1: :class:`stagereg.Preemption`.
-        tier: keeps copies on the machines that train, in memory or on disk, and saves more often: a component of the
-            kind ``tier``, or its name, ``None`` for ``none``. docs/tiers.md lists the failures that it survives.
-        save_last: whether a ``with`` block that ends without an exception saves the last step that
-            :meth:`maybe_save` or :meth:`should_save` was called with, unless that step is already saved.
+        tier: a local tier, which keeps copies on the machines that train, in memory or on disk, and is saved to more
+            often: a component of the kind ``tier`` or its name; ``None``: no tier. docs/tiers.md lists the failures
+            that its copies survive.
+        save_last: whether a ``with`` block that ends without an exception saves the last step that :meth:`maybe_save`
+            or :meth:`should_save` was called with, unless that step is already saved.
         enable: with False, all methods do nothing: the run neither saves nor restores.
-        on_commit: called on rank 0 in the background for each complete checkpoint: components of the kind
-            ``on_commit`` or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name.
-            If a call fails or takes longer than ``failure.timeout``, this is logged and counted in ``stats``, but the
-            save does not fail. :meth:`close` waits for at most the same time.
+        on_commit: called on rank 0 in the background for each complete checkpoint: components of the kind ``on_commit``
+            or functions of one argument, a :class:`.CommittedCheckpoint`; a list, or a mapping by name. If a call fails
+            or takes longer than ``failure.timeout``, this is logged and counted in ``stats``, but the save does not
+            fail. :meth:`close` waits for calls for at most ``failure.timeout``.
 
     Attributes:
         preemption: whether the ranks must exit; ``None`` without ``preemption.grace_period``.
         restored: the directory, or URL, of the checkpoint that :meth:`restore` loaded last; otherwise ``None``.
-        stats: the cost of the checkpoints so far, on this rank; updated by each save.
+        stats: the cost of all checkpoints so far on this rank. Each save updates it.
 
     Raises:
         ConfigError: an option is invalid or differs between ranks, or ``dir`` is not the same folder on all machines.
-        CheckpointError: on all ranks: another job of the sweep has used ``dir``; with a tier, see :meth:`lock`.
+        CheckpointError: raised on all ranks if another job of the sweep has used ``dir``; with a tier, see also
+            :meth:`lock`.
 
     Example::
 
@@ -140,7 +145,7 @@ class Checkpointer(core.Checkpointer):
 
     @staticmethod
     def check_options(given: Mapping[str, Any]) -> None:
-        """Check options by name, before anything is constructed; options that are not known yet may be missing."""
+        """Check options by name before anything is constructed. Options that are not known yet may be missing."""
         options.check_all(given, {"replicas": Replicas, "preemption": Preemption})
 
     @suggests_arguments
@@ -202,13 +207,11 @@ class Checkpointer(core.Checkpointer):
 
 
 def _needs(extension: str, what: str) -> None:
-    """Raise ``ConfigError`` if an option names an extension that is not installed."""
     if not has(extension):
         raise ConfigError(f"{what} {needs(extension)}")
 
 
 def _made(extension: str, name: str, *arguments: Any) -> Any:
-    """Call a class or function ``name`` of an extension; return ``None`` if the extension is not installed."""
     if not has(extension):
         return None
     module, _, kind = name.rpartition(".")
@@ -220,7 +223,6 @@ def _tiering(tier: Any, failure: Failure) -> Any:
 
 
 def _tier(tier: Any) -> Any:
-    """Return the chosen tier, ``None`` for no tier."""
     if tier is None or tier == "none" or isinstance(tier, NoTier):
         return None
     _needs("tiers", choice("tier", tier if isinstance(tier, str) else "..."))
@@ -229,7 +231,7 @@ def _tier(tier: Any) -> Any:
 
 
 def _notes(chosen: Any) -> str:
-    """Return the directory of the records of a run without a checkpoint directory."""
+    """Return the directory for the records of a run that has no checkpoint directory."""
     if chosen is None:
         raise ConfigError(
             f"{option('checkpoint.dir')} must be the path or URL of a directory, unless a tier keeps the checkpoints: "
@@ -240,7 +242,6 @@ def _notes(chosen: Any) -> str:
 
 
 def _schedule(name: str, every: int | str, failure: Failure, in_tier: bool) -> Schedule:
-    """Return the schedule for the value of an option ``every``; ``"auto"`` uses expected and recorded failures."""
     if isinstance(every, int):
         return Schedule(every)
     _needs("planning", option(name, every))

@@ -1,10 +1,10 @@
-"""The command ``stagereg``: a dispatcher that imports only the module of the requested subcommand.
+"""The command ``stagereg``, which imports only the module of the requested subcommand.
 
-The module of a subcommand has ``add_to(commands)``, which adds a parser. The parser's default ``run`` takes the
-arguments and returns the exit code; ``run`` imports its dependencies when it is called. A parser with a default
-``as_a_rank`` runs in the environment that ``stagereg.main`` gives to ranks. Errors of the project are printed without a
-traceback. Another package adds a subcommand with an entry point in the group ``stagereg.commands``: the entry point's
-name is the command, its value is the module.
+The module of a subcommand has a function ``add_to(commands)``, which adds a parser. The parser's default ``run`` is a
+function of the parsed arguments that returns the exit code, and imports its dependencies when it is called. If the
+parser has the default ``as_a_rank``, the command runs in the environment that ``stagereg.main`` gives to ranks. Errors
+of the project are printed without a traceback. Other packages add a subcommand with an entry point in the group
+``stagereg.commands``: its name is the command, its value is the module.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ BUILT_IN = {
     "follow": "stagereg.commands.following",
     "convert": "stagereg.commands.converting",
 }
-"""The modules of the project's own subcommands, in the order of ``--help``."""
+"""The module of each built-in subcommand, in the order of ``--help``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with ``arguments``, by default those of the process, and return its exit code.
+    """Run the command with ``arguments``, by default the arguments of the process, and return its exit code.
 
     0: success; 1: defined by the subcommand; 2: invalid request; 130: interrupted; 141: the output pipe was closed.
     """
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace | None:
-    """Return the parsed arguments; without arguments print the help and return ``None``. Raises: ``StageregError``."""
+    """Return the parsed arguments. Without arguments, print the help and return ``None``. Raises: ``StageregError``."""
     commands = parser.add_subparsers(required=True, metavar="command")
     name = given[0] if given and not given[0].startswith("-") else ""
     others = {} if name in BUILT_IN else _of_other_packages()
@@ -90,7 +90,7 @@ def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.N
         added = [each for each in known if known[each] == module]
         try:
             _add(commands, added[0], module)
-        except StageregError as error:  # raised again when the user runs the command
+        except StageregError as error:  # the error is raised again when the user runs the command
             for each in set(added).difference(commands.choices):
                 commands.add_parser(each, help=f"not available: {error}")
     if not given:
@@ -100,7 +100,7 @@ def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.N
 
 
 def _of_other_packages() -> dict[str, str]:
-    """Return the modules of subcommands of other packages, by name; the first package with a name wins."""
+    """Return the modules of other packages' subcommands, by name. If two have the same name, the first one wins."""
     points, _ = announced(ENTRY_POINTS)
     return {point.name: point.module for _, _, point in reversed(points) if point.name not in BUILT_IN}
 

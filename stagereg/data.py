@@ -1,9 +1,10 @@
-"""Positions in training data, and a sampler that resumes at its position with any number of ranks.
+"""A sampler that resumes at its position in the training data, with any number of ranks.
 
 The order of an epoch depends only on the seed and the epoch. Rank ``r`` of ``n`` gets every ``n``-th sample of this
-order, starting at the ``r``-th, so one number describes the samples that a rank has consumed. After a resume with
-another world size, the remaining samples are dealt to the new ranks. The state has the numbers for each of these world
-sizes. Iterable datasets store their own position (:func:`is_position`), and need the same world size to resume.
+order, beginning with sample ``r``, so one number describes which samples a rank has consumed. After a resume with a
+different world size, the remaining samples are assigned to the new ranks. The state contains these numbers for every
+earlier world size in the epoch. Iterable datasets store their own position (:func:`is_position`), and need the same
+world size to resume.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ __all__ = ["CountedBatches", "LoadsEveryRank", "ResumableSampler", "is_position"
 
 _log = logging.getLogger(__name__)
 
-_ORDER = ("length", "seed", "shuffle")  # attributes that, with the epoch, determine the order of samples
+_ORDER = ("length", "seed", "shuffle")  # attributes that determine, together with the epoch, the order of samples
 T = TypeVar("T")
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has ``state_dict`` and ``load_state_dict``; classes do not qualify, only objects."""
+    """Return whether a value is an object, not a class, with ``state_dict`` and ``load_state_dict``."""
     try:
         has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    except Exception:  # objects that generate attributes from their content, such as configs
+    except Exception:  # raised by objects that generate attributes, such as configs
         return False
     return has_both and not isinstance(value, type)
 
 
 def is_position(value: Any) -> bool:
-    """Return whether a value holds a rank's position in data, as a data loader, sampler or dataset does.
+    """Return whether a value contains a rank's position in data, as a data loader, sampler or dataset does.
 
-    Such a value has a state and is iterable. It is not a module or an optimizer, and its class has no ``step``, unlike
-    a container of schedulers.
+    Such a value is stateful and iterable. It is not a module or optimizer, and its class has no ``step``, which
+    excludes containers of schedulers.
     """
     trains = isinstance(value, (nn.Module, Optimizer)) or hasattr(type(value), "step")
     return is_stateful(value) and isinstance(value, Iterable) and not trains
@@ -52,42 +53,41 @@ def is_position(value: Any) -> bool:
 
 @runtime_checkable
 class LoadsEveryRank(Protocol):
-    """A data loader or sampler whose position can be loaded with another world size. Optional for stateful values."""
+    """A data loader or sampler that can load its position with a different world size. Optional for stateful values."""
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
-        """Load the states of all ranks that saved, instead of ``load_state_dict``.
+        """Load the states of all ranks that saved. Called instead of ``load_state_dict``.
 
         Args:
-            states: the results of ``state_dict`` on the ranks that saved, by rank.
-            own: the index of this rank's state; ``None`` if another world size saved.
+            states: the result of ``state_dict`` on each rank that saved, by rank.
+            own: the index of this rank's state in ``states``; ``None`` if a different world size saved.
         """
 
 
-# Samplers whose samples a loop counts. Global, because a checkpointer has no reference to a program's loops.
+# Samplers whose consumed samples are counted. Global, because a checkpointer has no reference to the program's loops.
 COUNTED: weakref.WeakSet[ResumableSampler] = weakref.WeakSet()
 
 
 class ResumableSampler(Sampler[int]):
-    """Deals the samples of a map-style dataset to ranks, and continues on any number of ranks.
+    """Assigns the samples of a map-style dataset to ranks, and resumes with any number of ranks.
 
     Replaces ``torch.utils.data.DistributedSampler``, with the same arguments. Put the sampler itself into a
-    checkpointer's state. Loop over :meth:`batches`, which counts consumed samples; after a loop over the loader itself,
-    :meth:`state_dict` raises. No sample is repeated or dropped, so if the samples do not divide evenly, some ranks have
-    one sample less: train in a join, or with ``drop_last``.
+    checkpointer's state. Loop over :meth:`batches`, which counts consumed samples. After a loop over the loader itself,
+    :meth:`state_dict` raises. No sample is repeated or dropped. Some ranks may have one sample less: use a join or
+    ``drop_last``.
 
     Args:
         dataset: a dataset with a length. The samples are its indices.
-        num_replicas: the number of ranks that the samples are dealt to; default: the default process group's size, or
-            1.
-        rank: this rank among them; default: the rank in the default process group, or 0.
-        shuffle: False deals the samples in dataset order in each epoch.
-        seed: equal on all ranks. Epochs have the same order as in ``DistributedSampler``.
-        drop_last: drop samples at the end of an epoch that do not divide evenly.
+        num_replicas: the number of ranks that get samples; default: the size of the default process group, or 1.
+        rank: the number of this rank; default: the rank in the default process group, or 0.
+        shuffle: False assigns the samples in dataset order in each epoch.
+        seed: the seed of the order, equal on all ranks. The order is the same as in ``DistributedSampler``.
+        drop_last: drop samples at the end of an epoch, so that all ranks have the same number of samples.
 
     Attributes:
         epoch: the current epoch.
         sample_seed: the seed of a :func:`.seeded` dataset; ``None`` for other datasets.
-        hinted: whether the warning about random numbers of workers was logged.
+        hinted: whether the warning about random numbers in workers was logged.
 
     Raises:
         ConfigError: the dataset has no length, or ``rank`` is out of range.
@@ -126,14 +126,14 @@ class ResumableSampler(Sampler[int]):
             self.length = len(dataset)
         except TypeError as error:
             raise ConfigError(
-                f"A {type(dataset).__name__} has no length, so its samples cannot be dealt to ranks. For iterable "
+                f"A {type(dataset).__name__} has no length, so its samples cannot be assigned to ranks. For iterable "
                 "datasets, use torchdata's StatefulDataLoader, and resume with the same world size."
             ) from error
         self.epoch = 0
         self.sample_seed = dataset.seed if isinstance(dataset, SeededDataset) else None
         self.hinted = False
-        self._consumed = 0  # number of consumed samples of this rank's portion
-        self._dealt: list[tuple[int, list[int]]] = []  # per earlier world size: epoch, samples consumed per rank
+        self._consumed = 0  # number of samples that this rank has consumed in the epoch
+        self._dealt: list[tuple[int, list[int]]] = []  # by earlier world size: (epoch, samples per rank)
         self._drawn = self._counted = self._is_over = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -155,18 +155,18 @@ class ResumableSampler(Sampler[int]):
         """Return an iterable of this rank's remaining batches. A batch counts as consumed when the loop receives it.
 
         Args:
-            loader: a loader over the dataset, with this sampler. Its workers may prefetch.
-            epochs: continue until this number of epochs is over, instead of this epoch only.
+            loader: a loader over the dataset that uses this sampler. Its workers may prefetch.
+            epochs: continue until this number of epochs is over; default: only the current epoch.
             limit: the maximum number of batches; a negative number counts as 0.
 
         Raises:
-            ConfigError: the loader has another sampler, or returns samples in another order.
-            CheckpointError: the dataset is :func:`.seeded` with another seed than in the run that saved.
+            ConfigError: the loader has a different sampler, or returns samples in a different order.
+            CheckpointError: the dataset is :func:`.seeded` with a different seed than in the run that saved.
         """
         return CountedBatches(self, loader, epochs, limit)
 
     def advance(self, samples: int) -> None:
-        """Count this rank's next samples as consumed, in loops that do not use :meth:`batches`.
+        """Count the next samples of this rank as consumed, in a loop that does not use :meth:`batches`.
 
         Raises:
             ConfigError: fewer than ``samples`` samples remain in the epoch.
@@ -185,7 +185,7 @@ class ResumableSampler(Sampler[int]):
             COUNTED.add(self)
 
     def __len__(self) -> int:
-        """Return the number of this rank's remaining samples of the epoch."""
+        """Return the number of samples of this rank that remain in the epoch."""
         return self._left_in(self.epoch)
 
     def __iter__(self) -> Iterator[int]:
@@ -196,16 +196,15 @@ class ResumableSampler(Sampler[int]):
             yield from found if self.sample_seed is None else (SampleIndex(index, epoch) for index in found)
 
     def _left_in(self, epoch: int) -> int:
-        """Return the number of this rank's remaining samples of an epoch."""
         size = self.length - _sum_of(self._dealt, epoch)
         share = size // self.num_replicas if self.drop_last else _share(size, self.rank, self.num_replicas)
         return max(0, share - (self._consumed if epoch == self.epoch else 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this rank: a few numbers, independent of the dataset's length.
+        """Return the position of this rank: a few numbers, whose size does not depend on the dataset.
 
         Raises:
-            CheckpointError: samples were drawn, but not counted.
+            CheckpointError: samples were drawn, but not counted as consumed.
         """
         if self._drawn and not self._counted:
             raise CheckpointError(
@@ -220,7 +219,7 @@ class ResumableSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the saved position of this rank, with the same world size.
+        """Continue at the position of this rank that was saved with the same world size.
 
         Raises:
             CheckpointError: see :meth:`load_state_dicts`.
@@ -228,10 +227,10 @@ class ResumableSampler(Sampler[int]):
         self.load_state_dicts([state], 0)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], own: int | None) -> None:
-        """Continue where the ranks that saved ``states`` stopped, with any world size (:class:`LoadsEveryRank`).
+        """Continue at the position of the ranks that saved ``states``, with any world size.
 
         Raises:
-            CheckpointError: dataset, seed or order differ, or the state of a rank is missing.
+            CheckpointError: the dataset, seed or order differs, or the state of a rank is missing.
         """
         here = self.num_replicas, self.rank
         if own is not None and (states[own]["num_replicas"], states[own]["rank"]) == here:
@@ -247,10 +246,10 @@ class ResumableSampler(Sampler[int]):
     def of_other_rank(
         self, state: Mapping[str, Any], own: int, rank: int, world_size: int
     ) -> tuple[dict[str, Any], bool] | None:
-        """Return the position of ``rank``, which has taken the same number of batches as rank ``own`` with ``state``.
+        """Derive the position of ``rank`` from ``state``, rank ``own``'s position after the same number of batches.
 
-        Also return whether the position is certain: not if ranks have different numbers of samples, and so possibly of
-        batches in an epoch. Return ``None`` if the samples are not dealt to the ``world_size`` ranks.
+        Returns the position, and whether it is certain. It is uncertain if the ranks have different numbers of samples,
+        and so maybe of batches, in an epoch. Returns ``None`` if the samples are not assigned to ``world_size`` ranks.
         """
         epoch, replicas = state["epoch"], state["num_replicas"]
         if (state["rank"], replicas) != (own, world_size):
@@ -278,7 +277,7 @@ class ResumableSampler(Sampler[int]):
             )
 
     def _dealt_by(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[int]]]:
-        """Return how the epochs of the ranks that saved ``states`` were dealt."""
+        """Return, for each epoch, how many samples each of the ranks that saved ``states`` has consumed."""
         saved: dict[int, Mapping[str, Any]] = {}
         replicas = states[0]["num_replicas"]
         for state in states:
@@ -289,8 +288,8 @@ class ResumableSampler(Sampler[int]):
                     "ranks had separate data, so only the same world size can resume"
                 )
         if missing := [rank for rank in range(replicas) if rank not in saved]:
-            ranks = f"rank{'s' * (len(missing) > 1)} {few_of([*map(str, missing)], 10)}"  # their numbers when saved
-            raise CheckpointError(f"the data was dealt to {replicas} ranks, but the state of {ranks} is missing")
+            ranks = f"rank{'s' * (len(missing) > 1)} {few_of([*map(str, missing)], 10)}"  # ranks that saved
+            raise CheckpointError(f"the data was assigned to {replicas} ranks, but the state of {ranks} is missing")
         behind = min(states, key=lambda each: each["epoch"])
         dealt = [(epoch, [*counts]) for epoch, counts in behind["dealt"]]
         for epoch in range(behind["epoch"], max(each["epoch"] for each in states) + 1):
@@ -300,7 +299,7 @@ class ResumableSampler(Sampler[int]):
         return dealt
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """Return the samples of an epoch, in order, without those consumed under earlier world sizes."""
+        """Return the samples of an epoch in order, without samples that were consumed with earlier world sizes."""
         generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
         if self.shuffle:
             order = torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
@@ -315,7 +314,7 @@ class ResumableSampler(Sampler[int]):
 
 
 class CountedBatches(Generic[T]):
-    """The batches of :meth:`ResumableSampler.batches`. Has a length, so that a join can plan with it."""
+    """The batches of :meth:`ResumableSampler.batches`. Has a length, so that a join can plan its steps."""
 
     def __init__(self, sampler: ResumableSampler, loader: DataLoader[T], epochs: int | None, limit: int | None) -> None:
         drawn_from = loader.sampler if loader.batch_size is None else getattr(loader.batch_sampler, "sampler", None)
@@ -328,7 +327,7 @@ class CountedBatches(Generic[T]):
             )
         self._sampler, self._loader, self._epochs, self._limit = sampler, loader, epochs, limit
         self._given = 0
-        self._check: DrawCheck | None = None  # checks whether workers draw random numbers
+        self._check: DrawCheck | None = None  # checks whether workers draw random numbers for samples
         if isinstance(loader.dataset, SeededDataset):
             sampler._seeds_samples_with(sampler.sample_seed, loader.dataset.seed)
             sampler.sample_seed = loader.dataset.seed
@@ -365,11 +364,11 @@ class CountedBatches(Generic[T]):
                 if not left:
                     break
             if left and (missing := self._batches(sampler.epoch)):
-                raise ConfigError(f"The loader ended {missing} batches early: its sampler dealt more samples.")
+                raise ConfigError(f"The loader ended {missing} batches early: its sampler has more samples.")
         sampler._is_over = not self._batches(sampler.epoch)
 
     def _started(self) -> Iterator[T]:
-        """Start the loader, but do not draw its workers' seed from the generator that training uses."""
+        """Start the loader. Does not draw the seed of its workers from the random generator that training uses."""
         with torch.random.fork_rng(devices=[]):
             sampler = self._sampler
             torch.default_generator.manual_seed(hash((sampler.seed, sampler.epoch, sampler.rank, len(sampler))))
@@ -384,7 +383,6 @@ class CountedBatches(Generic[T]):
                 loader.collate_fn, loader.worker_init_fn = given
 
     def _hint(self) -> None:
-        """Warn once if the loader's workers draw random numbers for samples."""
         if self._check is not None and self._check.drew:
             self._check, self._sampler.hinted = None, True
             _log.warning(
@@ -405,12 +403,11 @@ def _sum_of(dealt: Iterable[tuple[int, list[int]]], epoch: int) -> int:
 
 
 def _past(state: Mapping[str, Any], epoch: int, share: int) -> int:
-    """Return how many samples of its portion of an epoch a rank had consumed."""
+    """Return how many of its ``share`` samples in an epoch a rank has consumed."""
     if state["epoch"] == epoch:
         return state["consumed"]
     return share if state["epoch"] > epoch else 0
 
 
 def _share(size: int, rank: int, replicas: int) -> int:
-    """Return the number of samples, out of ``size``, that are dealt to a rank."""
     return -(-(size - rank) // replicas)

@@ -1,7 +1,7 @@
-"""The errors of the project: one base class, one class per kind of failure, and messages with advice.
+"""The errors of the project: one base class, one class for each kind of failure, and helpers for messages.
 
-If PyTorch raises a built-in type for the same failure (``ValueError`` for a join without joinables), the class here
-derives from that type too. This module has no imports of the project and no heavy imports.
+If PyTorch raises a built-in type for the same failure (``ValueError`` for a join without joinables), the class also
+derives from that type. This module imports no other module of the project, and no large packages.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 RESUME_CODE = 75
-"""Exit code of a run that saved and exited after a signal; start the run again. ``EX_TEMPFAIL`` of sysexits.h."""
+"""Exit code of a run that saved and exited after a signal, and should be started again: EX_TEMPFAIL of sysexits.h."""
 
 
-_RANKS = 4  # maximum number of ranks that a message names
-_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # address of an object, which differs on each rank
-_LONGEST = 1000  # maximum characters of one error's text; some errors contain their whole input
+_RANKS = 4  # maximum number of ranks that a message lists
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # the address of an object, which differs between ranks
+_LONGEST = 1000  # maximum characters of an error message; some messages contain the whole input
 
 
 # Control characters of terminals, characters that reorder text, and characters that cannot be encoded.
@@ -29,19 +29,19 @@ _LINES = re.compile(f"[\t\n]|{_UNPRINTABLE.pattern}")
 def printable(text: str, lines: bool = True) -> str:
     """Return ``text`` with escapes, such as ``\\x1b``, instead of control characters.
 
-    With ``lines``, line breaks and tabs are kept. Pass text from untrusted files through this function before printing.
+    With ``lines``, line breaks and tabs stay unchanged. Call this function before printing text from an untrusted file.
     """
     kind = _UNPRINTABLE if lines else _LINES
     return kind.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
-"""Exceptions that a file with unexpected content can raise. Catch them only around the reading of one file: around a
-whole command, the handler would hide bugs of the command."""
+"""Exceptions that are raised while a file with unexpected content is parsed. Catch them only where one file is parsed:
+around a whole command, the handler would hide bugs of the command."""
 
 
 class StageregError(Exception):
-    """Base class of all errors of the project. Its text is :func:`printable`."""
+    """Base class of all errors of the project. Its message is passed through :func:`printable`."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -56,7 +56,7 @@ class RegistryError(StageregError):
 
 
 class UnknownNameError(RegistryError, LookupError):
-    """No component of the kind has the name; the message lists the available names."""
+    """No component of the kind has this name. The message lists the available names."""
 
 
 class ConfigError(StageregError, ValueError):
@@ -64,15 +64,15 @@ class ConfigError(StageregError, ValueError):
 
 
 class TargetNotAllowedError(ConfigError):
-    """A config has a ``_target_`` that is not registered. It was neither imported nor called."""
+    """A config contains a ``_target_`` that is not registered. The target was neither imported nor called."""
 
 
 class StagingError(StageregError, RuntimeError):
     """A state dict could not be staged.
 
     Attributes:
-        path: the keys of the invalid entry in the state dict, outermost first; empty if no entry caused the error.
-        reason: the reason why the entry, or the state dict, cannot be staged.
+        path: the keys that lead to the invalid entry in the state dict; empty if the error is not about an entry.
+        reason: why the entry or the state dict cannot be staged.
     """
 
     def __init__(self, path: Sequence[object], reason: str) -> None:
@@ -86,7 +86,7 @@ class StagingError(StageregError, RuntimeError):
 
 
 class UnstageableTypeError(StagingError, ValueError, TypeError):
-    """A state dict has a value of an unsupported type; the message names the type and the path of the value."""
+    """A state dict contains a value of an unsupported type. The message contains the type and the path of the value."""
 
 
 class WrittenWhileStagedError(StagingError):
@@ -101,18 +101,18 @@ class StagerClosedError(StagingError):
 
 
 class JoinError(StageregError, ValueError):
-    """A join context was given joinables that it cannot join."""
+    """A join was used incorrectly, or its joinables cannot be joined."""
 
 
 class JoinableNotInitializedError(StageregError, AssertionError):
-    """A joinable notified the join before its ``Joinable`` constructor had run."""
+    """A joinable was used before its ``Joinable`` constructor was called."""
 
 
 class UnevenInputsError(StageregError, RuntimeError):
     """A rank ran out of inputs, and the join was configured to throw.
 
     Attributes:
-        rank: the rank whose inputs ran out, or ``None`` on the other ranks.
+        rank: the rank whose inputs ran out; ``None`` if unknown.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -128,7 +128,7 @@ class PeerFailedError(JoinError, RuntimeError):
 
     Attributes:
         rank: the global rank that failed first; ``None`` if it is unknown.
-        message: the error of that rank, or how it terminated.
+        message: the error of this rank, or how it terminated.
     """
 
     def __init__(self, text: str, rank: int | None = None, message: str = "") -> None:
@@ -145,11 +145,11 @@ class CheckpointError(StageregError, RuntimeError):
 
 
 class MissingEntryError(CheckpointError):
-    """A checkpoint lacks an entry of the state, or has the state of a different optimizer class for it."""
+    """A checkpoint lacks an entry of the state, or contains the state of a different optimizer class for the entry."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is corrupt or incomplete; the message names the files."""
+    """A checkpoint is corrupt or incomplete. The message lists the files."""
 
 
 class RankMismatchError(CheckpointError):
@@ -165,7 +165,7 @@ class SaveTimeoutError(CheckpointError):
 
 
 class WrittenWhileSavedError(CheckpointError):
-    """The state was written while it was being copied: the save was discarded, and ``Checkpointer`` saves again."""
+    """The state was written while it was being copied. The save was discarded; ``Checkpointer`` saves again."""
 
 
 class LaunchError(StageregError, RuntimeError):
@@ -173,13 +173,13 @@ class LaunchError(StageregError, RuntimeError):
 
 
 class BrokenPromiseError(StageregError, AssertionError):
-    """A component violates the contract of its kind; the message describes the observed behaviour."""
+    """A component violates the contract of its kind. The message describes the observed behaviour."""
 
 
 class Preempted(SystemExit):
-    """A signal requested the run to exit, and the state is saved. Raised on all ranks, at the same step.
+    """A signal requested the run to exit, and the state was saved. Raised on all ranks at the same step.
 
-    If the program does not catch it, the process exits with :data:`RESUME_CODE`.
+    If the program does not catch this exception, the process exits with :data:`RESUME_CODE`.
 
     Attributes:
         step: the saved step.
@@ -201,11 +201,11 @@ class Preempted(SystemExit):
 class Stopped(SystemExit):
     """A signal requested the run to exit, and the state could not be saved. Raised on all ranks.
 
-    If the program does not catch it, the process exits with code 128 + the number of the signal.
+    If the program does not catch this exception, the process exits with code 128 + the number of the signal.
 
     Attributes:
         received: the signal.
-        why: the reason, and the newest checkpoint.
+        why: the reason why nothing was saved, and the newest checkpoint.
     """
 
     def __init__(self, received: signal.Signals, why: str) -> None:
@@ -220,25 +220,25 @@ class Stopped(SystemExit):
 
 
 global_ranks: ContextVar[Sequence[int]] = ContextVar("global_ranks", default=())
-"""The global rank of each rank of the process group in use; empty if the group has all ranks."""
+"""The global rank of each rank in the process group in use; empty if the group contains all ranks."""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as :data:`global_ranks`, such as "rank 0" or "ranks 1, 2"; the first few of many ranks."""
+    """Return the global numbers of ranks for a message, such as "ranks 1, 2". Lists only the first few ranks."""
     names = global_ranks.get()
     texts = [str(names[each] if each < len(names) else each) for each in ranks]
     return f"rank{'s' if len(ranks) > 1 else ''} {few_of(texts, _RANKS)}"
 
 
 def few_of(texts: Sequence[str], most: int, by: str = ", ") -> str:
-    """Return the first ``most`` texts, and the number of the remaining texts."""
+    """Join the first ``most`` strings, and append the number of the remaining strings."""
     return by.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the closest of ``choices``; an empty string if no choice is close.
+    """Return `` Did you mean 'x'?`` with the closest of ``choices``, or ``""`` if no choice is close to ``name``.
 
-    A choice is also close if its beginning is close to ``name``: ``pined`` may mean ``pinned_cached``.
+    A choice is also close if its beginning is close: ``pined`` may mean ``pinned_cached``.
     """
     names = list(choices)
     beginnings = {each[: len(name) + 1]: each for each in names}
@@ -248,7 +248,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """Return the names of a checkpoint's entries for a message, at most the first ``most``."""
+    """Join the names of a checkpoint's entries for a message. Lists at most the first ``most`` names."""
     more = len(names) - most
     shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:most]]  # untrusted text
     shown += [f"and {more} more"] if more > 0 else []
@@ -256,7 +256,7 @@ def listed(names: Sequence[str], most: int = 10) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line for an error: its type and message, or only the message of a ``CheckpointError``."""
+    """Return one line that describes an error: its type and message, or only the message of a ``CheckpointError``."""
     if isinstance(error, CheckpointError):
         return str(error).strip()
     try:
@@ -269,21 +269,21 @@ def reason(error: BaseException) -> str:
 
 
 def at_least(least: int, name: str, given: object) -> int:
-    """Return ``given`` if it is a whole number of at least ``least``; otherwise raise ``ConfigError``."""
+    """Return ``given`` if it is an integer of at least ``least``. Otherwise raise ``ConfigError``."""
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, not {given!r}.")
     return given
 
 
 def kind_of(errors: Iterable[BaseException]) -> type[CheckpointError]:
-    """Return the class for an error that summarizes ``errors``: their common class, otherwise ``CheckpointError``."""
+    """Return the class for an error that summarizes ``errors``: their common class, or ``CheckpointError``."""
     kinds = {type(error) for error in errors}
     [kind] = kinds if len(kinds) == 1 else {CheckpointError}
     return kind if issubclass(kind, CheckpointError) else CheckpointError
 
 
 def one_of(name: str, given: object, choices: Sequence[str]) -> str:
-    """Return ``given`` if it is one of ``choices``; otherwise raise ``ConfigError``."""
+    """Return ``given`` if it is one of ``choices``. Otherwise raise ``ConfigError``."""
     if given not in choices:
         close = nearest(given, choices) if isinstance(given, str) else ""
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {given!r}.{close}")
@@ -301,11 +301,11 @@ _LOST_PEER = (
     "remote process exited",
     "one of them hangs",
 )
-"""Lower-case texts with which gloo, NCCL, torch's store and a checkpointer report that another rank has failed."""
+"""Parts of messages, in lower case, by which gloo, NCCL, torch's store and a checkpointer report a failed rank."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether the error only reports a failure of another rank."""
+    """Return whether the error only reports that another rank has failed."""
     if isinstance(error, UnevenInputsError):
         return error.rank is None
     if isinstance(error, PeerFailedError) or (error.__cause__ is not None and is_consequence(error.__cause__)):

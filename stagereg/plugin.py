@@ -1,7 +1,8 @@
-"""The names that a plugin may import, listed in ``plugin.pyi``. Each is imported at its first use.
+"""The names that a plugin may import, as listed in ``plugin.pyi``. Each name is imported at its first use.
 
-Before 1.0, a minor version may change these names, and the changelog describes how to adapt a plugin. From 1.0 on, only
-a major version may. Other modules of stagereg change without notice. The contracts are in :mod:`stagereg.testing`.
+Before 1.0, a minor version may change these names; the changelog then describes how to adapt a plugin. From 1.0 on,
+only a major version may change them. Other modules of stagereg may change in any version. Contracts:
+:mod:`stagereg.testing`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The registry finds components by kind and name, without importing them.
 
-A component is a class or a factory function. It is built in (the table below), or an installed package has an entry
-point for it in the group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), or an executed module
-decorates it with :func:`register`. The functions of this module are the methods of :data:`REGISTRY`. A component is
-checked against the protocol of its kind when it is registered or first loaded. If several packages have an entry point
-of the same name, each component is named ``name@distribution``.
+A component is a class or a factory function. There are three sources: the table of built-in components below, entry
+points of installed packages in the group ``stagereg.plugins`` (``stager.theirs = "package.module:Name"``), and modules
+that decorate a component with :func:`register`. The functions of this module are the methods of :data:`REGISTRY`. A
+component is checked against the protocol of its kind when it is registered or first loaded. If several packages have an
+entry point with the same name, each component is named ``name@distribution``.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _BUILT_IN = {
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.assembly:Checkpointer",
 }
-# Each of these joinables is in the same file as its hook.
+# These joinables are in the same file as their hooks.
 for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):
     _where = "join.kinds" if _kind in ("ddp", "module", "step") else "extensions.joinables"
     _BUILT_IN["joinable", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Joinable"
     _BUILT_IN["join_hook", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Hook"
 
-# A name is an option on Hydra's command line and a config file name: no dot, slash, comma, equals sign or at sign.
+# Names are used on Hydra's command line and as file names, so they contain no dot, slash, comma, equals or at sign.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _MEANINGS = {"null", "true", "false", "_self_"}
 _TARGET = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(\[.*\])?")
@@ -73,13 +73,13 @@ class Entry:
 
     Attributes:
         kind: one of :func:`kinds`, such as ``"stager"``.
-        name: the name that users write, or ``name@distribution`` if several packages have an entry point of that name.
-        target: the path of the class or factory, ``"package.module:Name"``.
-        distribution: the installed package with its entry point; empty if only a decorator registered it.
+        name: the name that users write; ``name@distribution`` if several packages have an entry point with this name.
+        target: the path of the class or factory function, ``"package.module:Name"``.
+        distribution: the installed package that contains the entry point; empty if there is only a decorator.
         version: the version of that package.
-        file: ``file:line`` of the decorator; empty without a decorator, or before its module has run.
-        component: the decorated object; ``None`` if ``load`` must import it.
-        code: the module or function whose execution called the decorator.
+        file: ``file:line`` of the decorator; empty if there is no decorator or its module was not imported yet.
+        component: the decorated class or function; ``None`` if ``load`` must import it.
+        code: the code object of the module or function that called the decorator.
     """
 
     kind: str
@@ -93,17 +93,17 @@ class Entry:
 
     @property
     def bare(self) -> str:
-        """``name`` without the distribution."""
+        """The name without the distribution."""
         return self.name.partition("@")[0]
 
     @property
     def path(self) -> str:
-        """``target`` as Hydra writes it in ``_target_``: ``"package.module.Name"``."""
+        """The target in the form of Hydra's ``_target_``: ``"package.module.Name"``."""
         return self.target.replace(":", ".")
 
     @property
     def origin(self) -> str:
-        """The origin of the component for messages: its package and version, or the line of the decorator."""
+        """The origin of the component, for messages: its package and version, or the line of its decorator."""
         if self.distribution:
             return f"{self.target} of {self.distribution} {self.version}"
         return f"{self.target} at {self.file}"
@@ -135,23 +135,23 @@ class Entry:
             ) from (error.__cause__ or error)
         for own in alike:
             is_known = own.target == self.target or own.target.startswith("__main__:")
-            if not is_known and own.component is not component:  # the import shows that the components differ
+            if not is_known and own.component is not component:  # only the import shows that they differ
                 raise _taken(self, own)
         return component
 
 
 class Registry:
-    """Components by kind and name: built in, from entry points of installed packages, and from decorators.
+    """The components by kind and name: built-in ones, entry points of installed packages, and decorated ones.
 
     Attributes:
-        built_in: the components of this distribution, ``"package.module:Name"`` by kind and name.
+        built_in: the components of this distribution: (kind, name) -> ``"package.module:Name"``.
         decorated: the entries that decorators have registered.
     """
 
     def __init__(self, built_in: Mapping[tuple[str, str], str]) -> None:
         self.built_in = dict(built_in)
         self.decorated: list[Entry] = []
-        # Reading the metadata of all installed packages takes milliseconds, and Hydra queries names dozens of times.
+        # A cache: reading the metadata of all packages takes milliseconds, and Hydra queries names dozens of times.
         self._path: list[str] | None = None
         self._packages: dict[tuple[str, str], list[Entry]] = {}
         self._unreadable: list[tuple[str, str]] = []
@@ -159,10 +159,10 @@ class Registry:
     def register(self, kind: str, name: str = "") -> Callable[[T], T]:
         """Register the decorated class or factory function under ``name``, and return it unchanged.
 
-        The component is checked against the protocol of ``kind``: a class immediately, a factory function by the class
-        in its return annotation, otherwise by each object that it returns. A module that is reloaded, or a notebook
-        cell that runs again, replaces its own component, with a log line at level INFO. A stager may change values and
-        dtypes of a state dict, but not its structure, which each save compares.
+        The component is checked against the protocol of ``kind``: a class immediately; a factory function by its return
+        annotation, or, without one, by each object that it returns. If a module is reloaded, or a notebook cell runs
+        again, the new component replaces the old one, which is logged at level INFO. A stager may change values and
+        dtypes of a state dict, but not its structure: each save checks this.
 
         Args:
             kind: ``"stager"``, ``"storage"``, ``"joinable"``, ``"join_hook"``, ``"on_commit"``, ``"keep"`` or
@@ -171,8 +171,8 @@ class Registry:
 
         Raises:
             UnknownNameError: The kind does not exist.
-            RegistryError: The name is invalid or already registered for another definition (the message has both
-                places), or the component lacks members of its kind's protocol (the message shows the lines to write).
+            RegistryError: The name is invalid or already registered (the message contains both definitions), or the
+                component lacks members of the protocol (the message contains the lines to add).
         """
         if callable(kind):
             raise RegistryError(
@@ -208,9 +208,9 @@ class Registry:
         return decorate
 
     def names(self, kind: str) -> list[str]:
-        """Return the sorted names of all components of ``kind``, without importing components.
+        """Return the sorted names of all components of ``kind``. Imports no component.
 
-        If several packages have an entry point of the same name, each is listed only as ``name@distribution``.
+        If several packages have an entry point with the same name, each is listed as ``name@distribution``.
 
         Raises:
             UnknownNameError: The kind does not exist.
@@ -219,29 +219,29 @@ class Registry:
         return sorted({entry.name for entry in self._entries() if entry.kind == kind})
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return every registered component, sorted by kind and name, without importing components.
+        """Return every registered component, sorted by kind and name. Imports no component.
 
-        A component with several entry points, or with an entry point and a decorator, is listed for the first package.
+        A component with several entry points, or an entry point and a decorator, is listed once, for the first package.
         """
         distinct = {(entry.kind, entry.name, entry.target): entry for entry in reversed(self._entries())}
         return tuple(distinct[key] for key in sorted(distinct))
 
     def unreadable(self) -> list[tuple[str, str]]:
-        """Return the invalid entry points of packages: the distribution or its directory, and the reason."""
+        """Return the invalid entry points of packages, as (distribution or its directory, reason)."""
         self._installed()
         return list(self._unreadable)
 
     def unlisted(self, name: str) -> str:
-        """Return lines about at most three invalid entry points, those named ``name`` first, or an empty string."""
+        """Return lines about invalid entry points, at most three, or ``""``. Entry points named ``name`` come first."""
         found = sorted(self.unreadable(), key=lambda each: f".{name}'" not in each[1])
         return "".join(f"\nstagereg skipped an entry point of {who}: {why}" for who, why in found[:3])
 
     def uninstalled(self, kind: str, name: str) -> str:
-        """Return a sentence if a component belongs to an extension that is not installed; otherwise ``""``."""
+        """Return a sentence if the component belongs to an extension that is not installed, otherwise ``""``."""
         return missing(self.built_in.get((kind, name), ""))
 
     def find(self, kind: str, name: str) -> Entry:
-        """Return the entry of one component, without importing it. ``name`` may be ``name@distribution``."""
+        """Return the entry of a component. Imports no component. ``name`` may be ``name@distribution``."""
         _require_kind(kind)
         bare, at, distribution = str(name).partition("@")
         found = self._named(kind, bare)
@@ -263,12 +263,12 @@ class Registry:
         return found[0]
 
     def find_target(self, path: str) -> Entry | None:
-        """Return the entry of the registered component with the dotted ``path`` (``"package.module.Name"``), if any.
+        """Return the entry of the component with the dotted path ``"package.module.Name"``, or ``None``.
 
-        A component may have several paths: the path of its entry point, and the path of its definition.
+        A component may have several paths: the path in its entry point, and the path of its definition.
         """
         listed = self._entries()
-        if path.startswith("__main__."):  # the script may also have been imported as a module
+        if path.startswith("__main__."):  # the script may have been imported as a module too
             target = path.replace(".", ":", 1)
             listed += [replace(own, target=target) for own in self.decorated if _is_in_script(own, target)]
         aliases = [own for own in self.decorated if own.path == path]
@@ -280,7 +280,7 @@ class Registry:
 
         Raises:
             UnknownNameError: The kind or the name does not exist.
-            ConfigError: The component does not take one of the arguments; the message has the nearest valid name.
+            ConfigError: The component does not accept an argument; the message contains the nearest valid name.
             RegistryError: The component cannot be loaded, or a factory returned an object that lacks required members.
         """
         entry = self.find(kind, name)
@@ -289,7 +289,7 @@ class Registry:
         return checked(entry, component, component(**kwargs))
 
     def imported(self, module: str) -> ModuleType:
-        """Import a module with its components. If the import fails, undo its registrations and raise the cause."""
+        """Import a module that registers components. If this fails, undo its registrations and raise the cause."""
         before = self.decorated
         try:
             return importlib.import_module(module)
@@ -300,11 +300,11 @@ class Registry:
             raise RegistryError(summarize_exception(cause, __file__, importlib.__file__)) from cause
 
     def refresh(self) -> None:
-        """Read the entry points of all packages again; this also happens when ``sys.path`` has changed."""
+        """Read the entry points of all packages again at the next query. Also happens when ``sys.path`` has changed."""
         self._path = None
 
     def __reduce__(self) -> str:
-        return "REGISTRY"  # its methods, such as `stagereg.build`, are pickled by name
+        return "REGISTRY"  # so that its methods, such as `stagereg.build`, are pickled by name
 
     def _named(self, kind: str, bare: str) -> list[Entry]:
         decorated = [own for own in self.decorated if (own.kind, own.bare) == (kind, bare)]
@@ -332,7 +332,7 @@ class Registry:
             kind, _, name = point.name.partition(".")
             match = _TARGET.fullmatch(point.value.strip())
             target = f"{match[1]}:{match[2]}" if match else point.value.strip()
-            # An unknown kind or an invalid name must not break the listing of other components.
+            # An entry point with an unknown kind or an invalid name must not prevent listing the other components.
             if kind in REQUIRED and _NAME.fullmatch(name):
                 entry = Entry(kind, name, target, distribution, version)
                 self._packages.setdefault((kind, name), []).append(entry)
@@ -344,7 +344,7 @@ class Registry:
 
 
 REGISTRY = Registry(_BUILT_IN)
-"""The components of this process. Global, because modules register their components when they are imported."""
+"""The components of this process. Global, because modules register components when they are imported."""
 
 register, names, entries, unreadable = REGISTRY.register, REGISTRY.names, REGISTRY.entries, REGISTRY.unreadable
 find, find_target, build, imported = REGISTRY.find, REGISTRY.find_target, REGISTRY.build, REGISTRY.imported
@@ -356,14 +356,14 @@ def kinds() -> list[str]:
 
 
 def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
-    """Return the built object. An object from a factory is first checked against the protocol of its kind."""
+    """Return the built object. If a factory function built it, first check it against the protocol of its kind."""
     if not isinstance(component, type):
         check(entry.kind, entry.name, built)
     return built
 
 
 def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
-    """Return the entries of one name, packages first; if several packages have the name, rename their entries."""
+    """Return the entries with one name, packages first. If several packages have the name, qualify their names."""
     several = len({entry.target for entry in packages}) > 1
     found = []
     for entry in packages:
@@ -374,21 +374,21 @@ def _distinct(packages: list[Entry], decorated: list[Entry]) -> list[Entry]:
 
 
 def _is_alike(own: Entry, entry: Entry, packages: list[Entry]) -> bool:
-    """Return the result of ``_is_same``, but False if another entry of ``packages`` has the path of ``own``."""
+    """Return the result of ``_is_same``, but False if a different entry of ``packages`` has the target of ``own``."""
     elsewhere = own.target != entry.target and any(own.target == each.target for each in packages)
     return not elsewhere and _is_same(own, entry)
 
 
 def _is_same(own: Entry, entry: Entry) -> bool:
-    """Return whether a decorated component is a package's entry point, also if re-exported or run as ``__main__``."""
+    """Return whether a decorated component is a package's entry point, even if re-exported or run as ``__main__``."""
     if (own.kind, own.bare) != (entry.kind, entry.bare):
         return False
     module, _, qualname = entry.target.partition(":")
     first, *rest = qualname.split(".")
-    announced: Any = vars(sys.modules[module]).get(first) if module in sys.modules else None  # runs no __getattr__
+    announced: Any = vars(sys.modules[module]).get(first) if module in sys.modules else None  # does not run __getattr__
     for name in rest:
         announced = getattr(announced, name, None)
-    # A class cannot be compared before the module of the entry point is imported; Entry.load compares again.
+    # Before the module of the entry point is imported, only names can be compared; Entry.load compares the objects.
     unknown = announced is None and entry.distribution != DISTRIBUTION and own.target.endswith(f":{qualname}")
     source = os.sep + module.replace(".", os.sep) + ".py:"
     as_main = own.target == f"__main__:{qualname}" and source in os.path.abspath(own.file)
@@ -396,21 +396,20 @@ def _is_same(own: Entry, entry: Entry) -> bool:
 
 
 def _is_in_script(own: Entry, target: str) -> bool:
-    """Return whether a decorated component is ``target`` of the file that runs as ``__main__``."""
     script, qualname = getattr(sys.modules["__main__"], "__file__", None) or "", target.partition(":")[2]
     in_script = os.path.abspath(script) == os.path.abspath(own.file.rpartition(":")[0])
     return in_script and own.target.endswith(f":{qualname}")
 
 
 def _is_again(new: Entry, old: Entry) -> bool:
-    """Return whether ``new`` redefines ``old``: its module was reloaded, or was run as ``__main__`` and imported."""
+    """Return whether ``new`` redefines ``old``: its module was reloaded, or both imported and run as ``__main__``."""
     (module, _, name), (old_module, _, old_name) = new.target.partition(":"), old.target.partition(":")
     same_file = new.file.rpartition(":")[0] == old.file.rpartition(":")[0]
     return (new.kind, new.bare, name) == (old.kind, old.bare, old_name) and (module == old_module or same_file)
 
 
 def _is_second(new: Entry, old: Entry) -> bool:
-    """Return whether one execution of a module or notebook cell defines two components of the same name and class."""
+    """Return whether one run of a module or notebook cell defines two components with the same name and class."""
     same = (new.kind, new.bare, new.target) == (old.kind, old.bare, old.target)
     return same and new.code is old.code and new.file != old.file
 

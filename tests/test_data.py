@@ -224,7 +224,8 @@ def test_ranks_of_which_nothing_is_known_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(errors, "global_ranks", ContextVar("global_ranks", default=(5, 6)))
     assert errors.name_ranks([0, 1]) == "ranks 5, 6"
     states = [ResumableSampler(range(10), 4, rank).state_dict() for rank in (0, 2)]
-    with pytest.raises(CheckpointError, match="the data was dealt to 4 ranks, but the state of ranks 1, 3 is missing"):
+    text = "the data was assigned to 4 ranks, but the state of ranks 1, 3 is missing"
+    with pytest.raises(CheckpointError, match=text):
         restored(states)
     with pytest.raises(CheckpointError, match="the state of ranks 1, 2, 3 is missing"):
         ResumableSampler(range(10), 2, 1).load_state_dict(states[0])

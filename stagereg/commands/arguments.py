@@ -15,7 +15,7 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     more: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with the option ``--json`` and return its parser. Its ``--help`` ends with ``more``."""
+    """Add a subcommand with the option ``--json``, and return its parser. ``more``: the end of its description."""
     parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}".strip())
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -23,12 +23,12 @@ def add_command(
 
 
 def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[str], Any]:
-    """Return an argparse ``type`` that parses a number with ``read``: above 0, or at least 0 with ``or_zero``."""
+    """Return an argparse ``type`` for a number above 0, or at least 0 with ``or_zero``. ``read`` parses the number."""
 
     def checked(text: str) -> Any:
         try:
             number = read(text)
-        except ValueError as error:  # includes ConfigError
+        except ValueError as error:  # ConfigError is a subclass
             raise argparse.ArgumentTypeError(str(error)) from error
         if not 0 < number < math.inf and not (or_zero and number == 0):
             raise argparse.ArgumentTypeError(f"must be {'at least' if or_zero else 'above'} 0, got {text!r}")
@@ -38,6 +38,6 @@ def above_zero(read: Callable[[str], Any], or_zero: bool = False) -> Callable[[s
 
 
 def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--timeout`` to a command: a limit in seconds for ``what``."""
+    """Add the option ``--timeout`` to a command. ``what`` is the operation with this limit, for the help text."""
     help_ = f"limit in seconds for {what}; default %(default)g"
     parser.add_argument("--timeout", type=above_zero(float), default=60.0, metavar="S", help=help_)

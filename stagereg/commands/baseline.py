@@ -1,7 +1,7 @@
-"""Comparison of a sweep with an earlier sweep, the baseline: finds the combinations that became worse.
+"""Compares a sweep with an earlier sweep, the baseline, and finds the combinations of options that became worse.
 
-Both sweeps are documents of ``stagereg report DIR --json``. A combination is worse if its median is worse by more than
-a limit and a rank-sum test over at least four runs on each side is significant.
+Both sweeps are documents that ``stagereg report DIR --json`` prints. A combination is worse if its median is worse by
+more than a limit and a rank-sum test over at least four runs in each sweep is significant.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from stagereg.sweep.rank_sum import FEWEST, LEVEL, p_value
 _LIMIT = re.compile(r"worse:(\d+(?:\.\d+)?)%")
 _NAMED = 3
 
-Document = Mapping[str, Any]  # a sweep, in the format of `stagereg report DIR --json`
+Document = Mapping[str, Any]  # a sweep, as printed by `stagereg report DIR --json`
 _Key = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Change:
-    """The comparison of one combination with the baseline."""
+    """The comparison of one combination of options with the baseline."""
 
-    combination: str  # overrides that differ between combinations, in Hydra's syntax
-    before: float | None  # median of the runs in the baseline; `None` without runs
-    now: float | None
-    change: float | None  # relative to the baseline, positive if the value increased
-    chance: float | None  # p-value of the rank-sum test; `None` if not tested
-    verdict: str  # `"worse"`, `"better"`, `"no significant difference"`, `"within 5 %"`, or why nothing was tested
+    combination: str  # the overrides in which combinations differ, in Hydra's syntax
+    before: float | None  # median of the runs in the baseline; `None` if there are no runs
+    now: float | None  # median of the runs in the new sweep
+    change: float | None  # relative difference; positive if the value increased
+    chance: float | None  # p-value of the rank-sum test; `None` if no test was made
+    verdict: str  # `"worse"`, `"better"`, `"no significant difference"`, `"within 5 %"`, or why no test was made
     compared: bool = True
 
 
 def limit(text: str) -> float:
-    """Parse a limit such as ``worse:5%`` into a relative difference."""
+    """Convert a limit such as ``worse:5%`` to a relative difference, here 0.05."""
     if (found := _LIMIT.fullmatch(text.strip())) is None:
         raise ConfigError(f"invalid limit {text!r}: write worse:PERCENT%, for example worse:5%")
     return float(found[1]) / 100
 
 
 def read(path: Path) -> Document:
-    """Read the document of a sweep from a file."""
+    """Read the baseline from a file that ``stagereg report DIR --json`` wrote."""
     try:
         document = json.loads(path.read_bytes())
         if not all(isinstance(document[name], str) for name in ("metric", "better")):
@@ -68,16 +68,16 @@ def read(path: Path) -> Document:
 def changes(
     before: Document, now: Document, least: float, names: Sequence[str] = ("the baseline", "now")
 ) -> list[Change]:
-    """Compare each combination of two documents by the metric that ranks ``now``.
+    """Compare the combinations of two documents by the metric that ranks ``now``.
 
     Args:
         before: the baseline.
         now: the document to compare with the baseline.
-        least: relative difference of medians up to which a combination counts as unchanged.
-        names: names of the two documents, for error messages.
+        least: a combination counts as unchanged if the relative difference of its medians is at most this number.
+        names: the names of the two documents in error messages.
 
     Raises:
-        ConfigError: The two documents have no combination in common.
+        ConfigError: The documents have no common combination, or different directions of the metric.
     """
     if before.get("metric") == now["metric"] and before.get("better", now["better"]) != now["better"]:
         raise ConfigError(
@@ -135,7 +135,6 @@ def _change(label: str, then: Document | None, current: Document | None, now: Do
 
 
 def _rows(document: Document, name: str) -> dict[_Key, Document]:
-    """Return the rows of a document by combination, without A/A rows. Raises: one of ``MALFORMED``."""
     if document["kind"] != "sweep":
         raise ConfigError(f"{name} is a single run, not a sweep: only sweeps can be compared. Name a sweep.")
     found: dict[_Key, Document] = {}
@@ -162,10 +161,10 @@ def _difference(then: Sequence[_Key], current: Sequence[_Key]) -> str:
 
 
 def verdict(found: Sequence[Change], least: float) -> str:
-    """Return a sentence that summarizes all changes.
+    """Return a sentence that summarizes the changes.
 
     Raises:
-        ConfigError: No combination is worse, and a combination of the baseline could not be compared.
+        ConfigError: No combination is worse, but some combination of the baseline could not be compared.
     """
     worse = [each.combination for each in found if each.verdict == "worse"]
     open_ = [f"{each.combination}: {each.verdict}" for each in found if not each.compared]

@@ -1,7 +1,8 @@
-"""The child process of ``stagereg check``: imports plugins and runs their contracts with pytest.
+"""The child process of ``stagereg check``: imports plugins and runs the tests of their contracts with pytest.
 
-Each test is a case with a section, a name and a promise. The child writes a line of JSON before each case, and another
-line with the verdict, so that the parent can identify the running case after a crash or a timeout.
+Each test is a case: it belongs to a section of the output, has a name, and tests one promise (requirement of the
+contract). The child writes a line of JSON before each case and another line with the verdict, so that the parent can
+identify the running case after a crash or a timeout.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ if has("callbacks"):
 if has("tiers"):
     _KINDS["tier"] = stagereg.testing.TierContract
 _KEEPS = "The component keeps the contract of {}."
-_TARGET = "STAGEREG_CHECK_TARGET_{}"  # environment variable by kind; ranks of a trial inherit it
+_TARGET = "STAGEREG_CHECK_TARGET_{}"  # environment variable for each kind; ranks that a test starts inherit it
 
 
 def run(folder: str, target: str) -> str:
-    """Test ``target``, a ``kind/name`` or module; write cases to ``folder/events``. Return an error, or ``""``."""
-    import torch  # imported first, so that it does not use the plugin's time limit
+    """Test ``target``, a ``kind/name`` or module. Write the cases to ``folder/events``. Return an error, or ``""``."""
+    import torch  # imported now, so that the import does not count towards the plugin's time limit
 
     torch.set_num_threads(1)
     cases = _Cases(Path(folder))
@@ -76,21 +77,21 @@ def run(folder: str, target: str) -> str:
 
 
 class ConfiguredStagerContract(StagerContract):
-    """The contract of a stager whose package declares no contract. The stager is built from its defaults."""
+    """The contract of a stager whose package declares no contract. Builds the stager with its default options."""
 
     def make(self) -> Any:
         return _made("stager")
 
 
 class ConfiguredKeepContract(KeepContract):
-    """The contract of a retention rule whose package declares no contract."""
+    """The contract of a retention rule whose package declares no contract. Builds the rule with its default options."""
 
     def make(self) -> Any:
         return _made("keep")
 
 
 class ConfiguredStorageContract(StorageContract):
-    """The contract of a storage whose package declares no contract."""
+    """The contract of a storage whose package declares no contract. Builds the storage with its default options."""
 
     def make(self) -> Any:
         return _made("storage")
@@ -101,30 +102,30 @@ _CONFIGURED = {"stager": ConfiguredStagerContract, "keep": ConfiguredKeepContrac
 if has("tiers"):
 
     class ConfiguredTierContract(stagereg.testing.TierContract):
-        """The contract of a tier whose package declares none. The tier is built from the options of all tiers."""
+        """The contract of a tier whose package declares none. Builds the tier with options that every tier has."""
 
         def make(self, dir: str, **options: Any) -> Any:
             return _made("tier", dir=dir, **options)
 
     class ConfiguredMemoryTierContract(ConfiguredTierContract):
-        """The contract of a tier that rejects a folder on disk."""
+        """The contract of a tier that does not accept a directory on disk."""
 
         root = "/dev/shm"
 
 
 def _made(kind: str, **options: Any) -> Any:
     path, module = json.loads(os.environ[_TARGET.format(kind)])
-    importlib.import_module(module)  # not yet imported in ranks
+    importlib.import_module(module)  # ranks have not imported it yet
     return instantiate({"_target_": path, **options})
 
 
 class _Cases:
-    """The cases of a target and their verdicts; also the pytest plugin that records them."""
+    """The cases of a target and their verdicts. Also the pytest plugin that records the verdicts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._contracts: list[tuple[str, type[Contract]]] = []  # (section, contract)
-        self._targets: dict[str, tuple[str, str]] = {}  # environment variable and value, by section
+        self._targets: dict[str, tuple[str, str]] = {}  # (environment variable, value), by section
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
         case = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
@@ -135,19 +136,19 @@ class _Cases:
             file.write(json.dumps(row) + "\n")
 
     def attempt(self, section: str, name: str, promise: str, do: Callable[[], object]) -> bool:
-        """Run the case ``do``, which may return an observation as text; return whether the case succeeded."""
+        """Run ``do`` as a case. Return whether it raised no error. A string that it returns is an observation."""
         self.write(section, name, promise)
         try:
             verdict, seen = "kept", do()
         except StageregError as error:
             verdict, seen = "broken", str(error)
-        except BaseException as error:  # includes SystemExit, which would terminate training
+        except BaseException as error:  # even SystemExit, which would terminate training
             verdict, seen = "broken", summarize_exception(error, __file__)
         self.write(section, name, promise, verdict, seen if isinstance(seen, str) else "")
         return verdict == "kept"
 
     def module(self, name: str) -> None:
-        """Test the plugins and contracts of a module. Raises: ``ConfigError`` if the module has neither."""
+        """Test the plugins and contracts of a module. Raises: ``ConfigError`` if the module contains none."""
         if not self.attempt(name, "imports", "The module can be imported.", lambda: importlib.import_module(name)):
             return
         top, loaded = name.partition(".")[0], vars(importlib.import_module(name))
@@ -217,7 +218,7 @@ class _Cases:
     # -- hooks of pytest
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Module:
-        """Return an in-memory module that has every contract under a name that pytest collects."""
+        """Return a module, built in memory, that contains every contract under a name that pytest collects."""
         module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
         module.obj = types.ModuleType("contracts")
         for number, (_, contract) in enumerate(self._contracts):
@@ -225,7 +226,7 @@ class _Cases:
         return module
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write all collected cases as skipped; a case that runs replaces its line."""
+        """Write every collected case as skipped. When a case runs, it overwrites this verdict."""
         for item in session.items:
             self.write(*self._case(item), "skipped", "not run: the process terminated first")
 
@@ -236,7 +237,7 @@ class _Cases:
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         error = call.excinfo.value if call.excinfo else None
-        if isinstance(error, pytest.skip.Exception):  # includes unittest.SkipTest
+        if isinstance(error, pytest.skip.Exception):  # unittest.SkipTest is a subclass
             self.write(*self._case(item), "skipped", str(error))
         elif error is not None:
             seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)
@@ -251,7 +252,6 @@ class _Cases:
 
 
 def _own_hook(entry: Entry) -> Any:
-    """Return the default hook of a decorated joinable."""
     return getattr(entry.component, "own_hook", None)
 
 
@@ -262,7 +262,7 @@ def _loaded(entry: Entry) -> str:
 
 
 def _announced(entry: Entry) -> str:
-    """Return the contract that a component's package declares, as ``"package.module:Name"``, or ``""``."""
+    """Return the contract that the package of a component declares, as ``"package.module:Name"``, or ``""``."""
     for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
         if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
             return point.value
@@ -270,7 +270,7 @@ def _announced(entry: Entry) -> str:
 
 
 def _configured(entry: Entry) -> type[Contract] | str:
-    """Return a contract that builds the component from its config, in an environment variable, or why that fails."""
+    """Return a contract that builds the component from its default config, or why that is impossible."""
     os.environ[_TARGET.format(entry.kind)] = json.dumps([entry.path, entry.target.partition(":")[0]])
     try:
         if found := _CONFIGURED.get(entry.kind):
@@ -293,7 +293,7 @@ def _configured(entry: Entry) -> type[Contract] | str:
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
-    """Return a component's contract: named after it, or the only contract if it is the only component of its kind."""
+    """Return the contract of a component: the one with its name, or the only one if the kind has one component."""
     base = _KINDS.get(entry.kind)
     fitting = [contract for contract in contracts if base is not None and _is_contract(contract, base)]
     name = entry.name.replace("_", "").replace("-", "").lower()

@@ -1,7 +1,7 @@
-"""``stagereg check``: tests a plugin against its contract and prints a table of the promises it keeps and breaks.
+"""``stagereg check``: tests a plugin against its contract, and prints the promises (requirements) it keeps or breaks.
 
 pytest tests each component in a child process (``check_cases``). If the process crashes or hangs, the running case is
-broken and the component's other cases are skipped. This module has the command line, the target and the table.
+broken and the other cases of the component are skipped. This module has the command line, the target and the table.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from stagereg.commands.child import call_in_child
 from stagereg.commands.listing import find
 from stagereg.errors import ConfigError, nearest
 
-CONTRACTS = "stagereg.contracts"  # entry point group of contracts, named like their plugins
+CONTRACTS = "stagereg.contracts"  # entry point group; the contract of a plugin has the plugin's name
 _VERDICTS = ("kept", "broken", "not shown", "skipped")
-_START_S = 300.0  # seconds for a child process to start and to import torch; not the plugin's time
-_OTHER_WIDTH = 20  # characters per line for the columns other than `promise` and `seen`
+_START_S = 300.0  # seconds for a child process to start and import torch, in addition to the plugin's limit
+_OTHER_WIDTH = 20  # characters per line for all columns except `promise` and `seen`
 _TARGET = (
     "an installed package with plugins, the folder of a package that is not installed, a module, a file (plugin.py), "
     "or kind/name of a component (stager/shared)"
 )
 
 Case = dict[str, str]
-"""A promise: ``section``, ``name``, ``promise``, ``verdict`` (one of ``_VERDICTS``) and the observation ``seen``."""
+"""A test: ``section``, ``name``, ``promise``, ``verdict`` (one of ``_VERDICTS``) and ``seen`` (what happened)."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,7 +48,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Test ``asked.target`` and print the results; return 0 if every promise was kept, otherwise 1."""
+    """Test ``asked.target`` and print the results. Return 0 if every promise was kept, otherwise 1."""
     if importlib.util.find_spec("pytest") is None:
         raise ConfigError("`stagereg check` needs pytest, which is not installed: pip install './stagereg[check]'")
     targets, cases = resolve(asked.target)
@@ -104,14 +104,14 @@ def _tried(target: str, limit_s: float) -> list[Case]:
 
 
 def resolve(target: str) -> tuple[list[str], list[Case]]:
-    """Return a ``kind/name`` or module for each child process, and the cases of a package's metadata."""
+    """Return the ``kind/name`` or module to test in each child process, and the cases for a package's metadata."""
     if target.endswith(".py"):
         if not Path(target).is_file():
             raise ConfigError(f"the file {target} does not exist")
         parts, root = [Path(target).stem], Path(target).resolve().parent
         while (root / "__init__.py").is_file():
             parts, root = [root.name, *parts], root.parent
-        sys.path.insert(0, str(root))  # inherited by the child process
+        sys.path.insert(0, str(root))  # the child process inherits it
         return [".".join(parts)], []
     if package := _package(target):
         return package
@@ -123,7 +123,7 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if named or (name and (kind in registry.kinds() or not folder.is_dir())):
         entry = find(target)
         return [f"{entry.kind}/{entry.name}"], []
-    top = target.partition(".")[0]  # `find_spec` of a top-level module imports nothing
+    top = target.partition(".")[0]  # `find_spec` imports nothing for a top-level module
     if top and "/" not in top and importlib.util.find_spec(top) is not None:
         return [target], []
     if folder.is_dir():
@@ -135,7 +135,7 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
 
 
 def _package(name: str) -> tuple[list[str], list[Case]] | None:
-    """Return the components of an installed distribution and the case of its metadata; ``None`` if not installed."""
+    """Return the components of an installed package and the case for its metadata. ``None`` if not installed."""
     try:
         found = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -152,7 +152,7 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
 
 
 def _project(folder: Path) -> tuple[list[str], list[Case]]:
-    """Like :func:`_package`, for a package in a folder: writes its metadata to a directory on ``sys.path``."""
+    """Return the same as :func:`_package` for a package in a folder, whose metadata is added to ``sys.path``."""
     described = folder / "pyproject.toml"
     try:
         project = tomllib.loads(described.read_text()).get("project", {}) if described.is_file() else {}

@@ -1,7 +1,8 @@
 """Calls a function in a child process, so that a function that crashes, hangs or exits does not affect the caller.
 
-The child has the ``sys.path`` of this process, leads its own session, and terminates when this process does. Its output
-goes to a file. If it hangs, ``faulthandler`` dumps its stack. Unlike ``run_ranks``, neither side needs torch.
+The child has the ``sys.path`` of this process. It is the leader of a new session, and terminates when this process
+terminates. Its output goes to a file. If it hangs, ``faulthandler`` dumps its stack. Unlike ``run_ranks``, it does not
+need torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from stagereg.errors import StageregError
 from stagereg.testing.crash_text import innermost_frame
 
 _CHILD = f"import sys; from {__name__} import answer; answer(int(sys.argv[1]), *sys.argv[2:])"
-_GRACE_S = 2.0  # seconds for a hanging process to dump its stack
+_GRACE_S = 2.0  # seconds that a hanging process gets to dump its stack
 
 
 def call_in_child(
@@ -36,15 +37,15 @@ def call_in_child(
     start_s: float = 0.0,
     progress: Callable[[], tuple[object, float]] = lambda: (None, 0.0),
 ) -> tuple[Any, str]:
-    """Call ``"package.module:name"``; return its JSON result and an empty string, or ``None`` and the failure.
+    """Call ``"package.module:name"`` in a child process. Return (result, ``""``), or (``None``, the failure).
 
-    On return the child and all processes that it started have terminated.
+    The function must return a JSON value. On return, the child and all processes that it started have terminated.
 
     Args:
-        limit_s: limit in seconds.
-        start_s: limit in seconds until the first progress, if longer than ``limit_s``.
-        progress: called several times a second; a changed result restarts the limit, extended by the seconds in the
-            second item of the result.
+        limit_s: time limit in seconds.
+        start_s: time limit in seconds until the first progress, if longer than ``limit_s``.
+        progress: a function that is called several times a second. If its result changes, the time limit begins again.
+            The second item of the result is the number of seconds to add to the limit.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
@@ -67,7 +68,7 @@ def call_in_child(
                     process.wait(0.1)
             code = process.poll()
             if code is None:
-                process.send_signal(signal.SIGABRT)  # makes faulthandler dump the stacks
+                process.send_signal(signal.SIGABRT)  # so that faulthandler dumps the stacks
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_GRACE_S)
         finally:
@@ -91,7 +92,7 @@ def _ending(code: int | None, limit_s: float, printed: str) -> str:
 
 
 def answer(parent: int, file: str, function: str, *arguments: str) -> None:
-    """Call ``function`` in the child and write its result, or the error it raised, to ``file``."""
+    """In the child process, call ``function``, and write its result or its error to ``file``."""
     end_with(parent)
     faulthandler.enable()
     module, _, name = function.partition(":")
@@ -101,6 +102,6 @@ def answer(parent: int, file: str, function: str, *arguments: str) -> None:
         result = None, str(error)
     except (Exception, SystemExit) as error:
         result = None, summarize_exception(error, __file__)
-    Path(file).write_text(json.dumps(result))  # read only after exit code 0
+    Path(file).write_text(json.dumps(result))  # the parent reads it only after exit code 0
     sys.stdout.flush()
-    os._exit(0)  # does not wait for threads that are still running
+    os._exit(0)  # exits without waiting for running threads

@@ -1,7 +1,7 @@
-"""``stagereg convert``: converts a checkpoint to a ``.pt`` file for ``torch.load`` or to ``.safetensors`` files.
+"""``stagereg convert``: converts a checkpoint to a ``.pt`` file for ``torch.load``, or to ``.safetensors`` files.
 
-The command verifies the checkpoint first and never changes it; in a checkpoint directory it chooses the newest valid
-checkpoint. It also converts directories of plain ``torch.distributed.checkpoint.save``, which have no checksums.
+The command verifies the checkpoint first, and never changes it. In a checkpoint directory, it converts the newest valid
+checkpoint. It also converts checkpoints that ``torch.distributed.checkpoint.save`` wrote, which have no checksums.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Write the file and print its contents; return 0."""
+    """Write the file and print the names of its entries. Return 0."""
     from stagereg.checkpoint.format.index import DTYPES
     from stagereg.extensions.interop.export import SAFETENSORS, SUFFIXES, TensorOptions, export
     from stagereg.extensions.interop.opening import open_newest

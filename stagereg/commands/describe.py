@@ -1,6 +1,6 @@
-"""Describes a component from its signature and its docstring.
+"""Describes a component by its signature and its docstring. Imports the component.
 
-``stagereg show`` describes one component, ``docs/options.py`` all components. Describing a component imports it.
+``stagereg show`` describes one component; ``docs/options.py`` describes all components.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from stagereg.registry import Entry
 class Field:
     """A key of a component's config, or an argument that the program passes to ``stagereg.instantiate``."""
 
-    name: str  # with dots for nested dataclasses, such as "optimizer.lr"
-    type: str  # in readable form; for an argument, its annotation or empty
+    name: str  # with dots for keys of nested dataclasses, such as "optimizer.lr"
+    type: str  # in readable form; for an argument, its annotation or ""
     required: bool
-    help: str  # one line from the docstring
-    default: str = ""  # in YAML; empty if a value is required, and for an argument
+    help: str  # description from the docstring, in one line
+    default: str = ""  # in YAML; empty for a required key, and for an argument
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def describe(entry: Entry) -> Described:
         file = f"{inspect.getsourcefile(component)}:{inspect.getsourcelines(component)[1]}"
     except (OSError, TypeError):
         file = entry.file
-    # The section `Args:` is removed: it becomes the table of options.
+    # Remove the section `Args:`, which is shown as the table of options.
     doc = re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", rest, flags=re.MULTILINE)
     return Described(file, _marked(" ".join(summary.split())), _marked(doc.strip()), options, runtime)
 
@@ -81,7 +81,6 @@ def _fields(key: str, option: schema.Option) -> Iterator[Field]:
 
 
 def _type(key: str, hint: Any) -> str:
-    """Return a type in readable form; for a component, its kind."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if key in registry.kinds():
         return key
@@ -92,7 +91,7 @@ def _type(key: str, hint: Any) -> str:
     if origin is Literal:
         return " | ".join(value if isinstance(value, str) else _yaml(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        # Configs store paths as strings.
+        # Configs store paths as strings, so PathLike is not shown.
         return " | ".join(_type("", a) for a in arguments if typing.get_origin(a) is not os.PathLike)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " | ".join(member.name for member in hint)
@@ -109,7 +108,6 @@ def _yaml(value: Any) -> str:
 
 
 def _simple(value: Any) -> Any:
-    """Return a value in the types of YAML, without the keys that only Hydra reads."""
     if isinstance(value, dict):
         return {_simple(k): _simple(v) for k, v in value.items() if k not in ("_target_", "_convert_")}
     if isinstance(value, (list, tuple)):
@@ -120,7 +118,7 @@ def _simple(value: Any) -> Any:
 
 
 def _marked(text: str) -> str:
-    """Replace Sphinx's roles and double backticks by single backticks."""
-    text = re.sub(r":[a-z:]+:`~(?:[^`]*\.)?([^`.]+)`", r"`\1`", text)  # only the last name is shown
+    """Replace Sphinx roles and double backticks by single backticks."""
+    text = re.sub(r":[a-z:]+:`~(?:[^`]*\.)?([^`.]+)`", r"`\1`", text)  # shows only the last part of the name
     text = re.sub(r":[a-z:]+:`(?:stagereg\.)?([^`]+)`", r"`\1`", text)
     return re.sub(r"``([^`]+)``", r"`\1`", text)

@@ -1,6 +1,7 @@
 """``stagereg doctor``: checks versions, limits, memory copying, the checkpoint disk, accelerators and plugins.
 
-Child processes with a timeout import PyTorch and each package, so that a failed import is one row of the table."""
+Child processes with a timeout import PyTorch and each package, so that a failed import is only one row in the table.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from stagereg.base.version import __version__
 from stagereg.commands.arguments import add_command, add_timeout
 from stagereg.commands.child import call_in_child
 
-_TORCH_LIMIT_S = 120.0  # the first import of PyTorch from a network disk is slow
+_TORCH_LIMIT_S = 120.0  # seconds; the first import of PyTorch from a network disk is slow
 
 
 class Finding(NamedTuple):
-    """A check: its subject, verdict (ok, warn, broken, or missing if optional), result, and remedy if not ok."""
+    """The result of a check. ``verdict``: ok, warn, broken or missing (not installed). ``do``: the remedy."""
 
     what: str
     verdict: str
@@ -45,7 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the findings; return 1 if something is broken, otherwise 0."""
+    """Print the findings. Return 1 if something is broken, otherwise 0."""
     findings = [*_versions(), *_limits(), _directory(Path(asked.dir)), _torch(), *_components(asked.timeout)]
     output.progress()
     broken, warned = (sum(one.verdict == verdict for one in findings) for verdict in ("broken", "warn"))
@@ -139,7 +140,7 @@ def _components(limit_s: float) -> Iterator[Finding]:
 
 
 def load(*components: str) -> None:
-    """Import components (``kind/name``) and build their configs, in a child process; an error is its result."""
+    """Import components (``kind/name``) and build their configs. Runs in a child process, which reports an error."""
     import stagereg.config.schema as schema
 
     for component in components:

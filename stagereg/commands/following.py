@@ -1,8 +1,9 @@
 """``stagereg follow``: runs a command, for example an evaluation, once for each new checkpoint in a directory.
 
-The follower handles one checkpoint at a time: it takes a read lease, which prevents deletion, verifies the content of
-all files, runs the command with the path, and records the result in ``.follow-NAME/`` or in ``--state``. A follower
-that was killed before it recorded a result runs the command again. A lock prevents a second follower of the same name.
+The follower handles one checkpoint at a time. It takes a read lease, which prevents the deletion of the checkpoint, and
+verifies the content of all files. Then it runs the command with the path, and records the result in ``.follow-NAME/``
+or in the directory of ``--state``. If the follower is killed before it records the result, it runs the command again
+after a restart. A lock prevents a second follower with the same name.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from stagereg.checkpoint.store.open_store import open_store
 from stagereg.commands.arguments import above_zero
 from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, ConfigError, printable
 
-_WAIT_S = 3600.0  # limit in seconds for the first checkpoint, with --idle
+_WAIT_S = 3600.0  # seconds to wait for the first checkpoint, with --idle
 _POLL_INTERVAL_S = 0.2  # seconds between checks for a signal
 _PAUSE_S = 5.0  # seconds before the first retry of a command; doubles with each retry
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: RESUME_CODE, signal.SIGUSR1: RESUME_CODE}
-"""The signals that terminate a follower, and its exit codes."""
+"""The signals that terminate a follower, and the exit code for each signal."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,7 +70,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def follow(asked: argparse.Namespace) -> int:
-    """Follow a directory; return 1 if a command failed, a checkpoint was corrupt or none arrived in time, else 0.
+    """Follow a directory. Return 1 if a command failed, a checkpoint was corrupt or none arrived in time, otherwise 0.
 
     Returns 75 (start the follower again) after SIGTERM or SIGUSR1, and 130 after Ctrl-C.
     """
@@ -80,7 +81,7 @@ def follow(asked: argparse.Namespace) -> int:
         raise ConfigError(f"invalid --name={name!r}: use only letters, digits and the characters ._+-")
     store = open_store(asked.directory)
     follower = _Follower(asked, store, open_store(asked.state or f"{store.root}/.follow-{name}"), name)
-    # Signals that are already ignored stay ignored: nohup, and shell scripts with background jobs, ignore some.
+    # A signal that is already ignored, for example because of nohup, stays ignored.
     taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, follower.receive) for number in taken}
     try:
@@ -94,25 +95,25 @@ def follow(asked: argparse.Namespace) -> int:
 
 
 class _Stop(Exception):
-    """Raised after the follower received a signal."""
+    """Raised when the follower has received a signal."""
 
 
 class _Follower:
     def __init__(self, asked: argparse.Namespace, store: CheckpointStore, notes: CheckpointStore, name: str) -> None:
         self._asked, self._store, self._notes, self._name = asked, store, notes, name
-        self._done: dict[str, str] = {}  # results of the command, by checkpoint
-        self._furthest = -1  # greatest handled step
-        self._bad: dict[str, VerificationResult] = {}  # corrupt checkpoints; not recorded, so a restart checks again
-        self._waiting: set[str] = set()  # checkpoints that were seen, but not yet handled
-        self._said: dict[str, str] = {}  # logged messages about corrupt checkpoints
-        self._since = time.monotonic()  # time of the last new checkpoint
-        self._begun = False  # whether this follower or an earlier process of it has seen a checkpoint
-        self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # limit for the first checkpoint
+        self._done: dict[str, str] = {}  # result of the command for each checkpoint
+        self._furthest = -1  # greatest step that was handled
+        self._bad: dict[str, VerificationResult] = {}  # corrupt checkpoints, which are checked again after a restart
+        self._waiting: set[str] = set()  # checkpoints that exist and are not handled yet
+        self._said: dict[str, str] = {}  # last message about each corrupt checkpoint
+        self._since = time.monotonic()  # time when the last checkpoint was handled
+        self._begun = False  # whether this follower has seen a checkpoint, even before a restart
+        self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # seconds
         self._received: signal.Signals | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal to the command; a second Ctrl-C kills the command."""
+        """Forward a signal to the command. A second Ctrl-C kills the command."""
         again, self._received = self._received is not None, self._received or signal.Signals(number)
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL if again and number == signal.SIGINT else number)
@@ -179,7 +180,7 @@ class _Follower:
         return limit is not None and time.monotonic() >= self._since + limit
 
     def _next(self) -> Checkpoint | None:
-        """Return the next checkpoint to handle; report checkpoints that were deleted or are corrupt."""
+        """Return the next checkpoint to handle, or ``None``. Reports checkpoints that are corrupt or were deleted."""
         own, damaged = self._store.checkpoints()
         of_torch = self._store.of_torch()
         found = with_those_of_torch([VerificationResult(each.path, each.manifest) for each in own], of_torch)
@@ -187,7 +188,7 @@ class _Follower:
         damaged += [each for each in of_torch if each.damages]
         if not self._begun and (complete or damaged):
             self._begun, self._since = True, time.monotonic()
-        there = {each.key: each for each in complete}  # newest first
+        there = {each.key: each for each in complete}  # sorted, newest first
         lost = {plain_name(each.name) for each in damaged}
         for key in sorted(self._waiting - there.keys()):
             if _name(key) not in lost:
@@ -210,7 +211,7 @@ class _Follower:
         with self._store.readers.read_lease(checkpoint.path):
             condition = self._store.look(checkpoint.path, content=True)
             if condition.manifest != checkpoint.manifest:
-                return  # deleted or replaced meanwhile; the next poll reports the change
+                return  # deleted or replaced; the next poll reports it
             if condition.damages:
                 self._pass_over(key, condition)
                 return
@@ -231,9 +232,9 @@ class _Follower:
             if trial:
                 self._sleep(_PAUSE_S * 2 ** (trial - 1))
             self._check_signal()
-            # A process group of its own, so that a signal reaches the command's children too, and only once.
+            # In a new process group, so that a signal reaches the children of the command too, and only once.
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
-            if self._received is not None:  # arrived before the process was started
+            if self._received is not None:  # a signal arrived before the process was started
                 os.killpg(self._process.pid, self._received)
             code = self._process.wait()
             self._check_signal()
@@ -273,7 +274,6 @@ def _name(key: str) -> str:
 
 
 def _name_of(command: Sequence[str]) -> str:
-    """Return a name for a command: its program, and the first argument that is a file."""
     script = next((each for each in command[1:] if os.path.isfile(each)), "")
     names = (os.path.basename(each) for each in (command[0], script) if each)
     return re.sub(r"[^\w.+-]", "_", "-".join(names))

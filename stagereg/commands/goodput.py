@@ -1,9 +1,9 @@
-"""Goodput: the fraction of a run's time, over all attempts, that was spent on training, and where the rest went.
+"""Computes goodput, the fraction of a run's time that was spent on training, and where the rest of the time went.
 
-Computed from rank 0's record, from the start of the run to its last event. The time between two steps counts as
-training, except for stalls by saves and for repeated steps. The time from the last step of an attempt to the end of the
-first step of the next attempt is divided into the phases of a start. The rest is the time of attempts without a step
-and the time after the last step of the run.
+The source is the record of rank 0 over all attempts, from the start of the run to the last event. The time between two
+steps counts as training, except stalls by saves, and repeated steps. The time from the last step of an attempt to the
+end of the first step of the next attempt is divided into the phases of a start. The rest is the time of attempts
+without a step, and the time after the last step of the run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from stagereg.sweep.figures import Covered
 from stagereg.sweep.run import RankRecord, Run, Started
 
 PHASES: dict[str, str] = {name: what for each in providers("phases") for name, what in each.PHASES.items()}
-"""The phases of a start, in order, and the event that ends each phase; empty if the extension is not installed."""
+"""The phases of a start, in order: name -> event that ends the phase. Empty if the extension is not installed."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """How the time of a run was spent. Seconds."""
+    """How the time of a run was spent, in seconds."""
 
-    seconds: float  # total
+    seconds: float  # total time of the run
     training: float
-    saves: float  # stalls of the training loop
+    saves: float  # stalls of the training loop by saves
     again: float  # steps repeated after a failure or a rollback
-    starts: float  # from the beginning, or from a regular exit, to the first step
-    restarts: dict[str, float]  # from the last step before a failure to the first step after it, by phase
+    starts: float  # from a launch, or from a regular exit, to the first step
+    restarts: dict[str, float]  # by phase: from the last step before a failure to the first step after it
 
     @property
     def rest(self) -> float:
@@ -39,12 +39,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The fraction of the time that was training, from 0 to 1."""
+        """The fraction of the time that was spent on training, from 0 to 1."""
         return self.training / self.seconds if self.seconds else 0.0
 
 
 def goodput(run: Run) -> Goodput | None:
-    """Return how the time of ``run`` was spent; ``None`` if rank 0 recorded no step."""
+    """Return how the time of ``run`` was spent, or ``None`` if rank 0 recorded no step."""
     attempts = _of_rank_0(run)
     if not any(record.steps for record in attempts):
         return None
@@ -59,7 +59,7 @@ def goodput(run: Run) -> Goodput | None:
             parts["training" if following > reached else "again"] += ended - began - stalled
         reached = max([reached, *(step for step, _ in record.steps[-1:])])
     first, last = attempts[0], attempts[-1]
-    if last.steps:  # for earlier attempts, a phase of the next start includes these stalls
+    if last.steps:  # in earlier attempts, the phases of the next start include these stalls
         parts["saves"] += Covered(last.stalls).within(last.steps[-1][1], math.inf)
     began = first.first if first.started is None else first.started.since
     for start in failures(run):
@@ -71,12 +71,12 @@ def goodput(run: Run) -> Goodput | None:
 
 
 def starts(run: Run) -> list[Started]:
-    """Return the starts of the attempts of ``run`` that reached a first step."""
+    """Return the starts of those attempts of ``run`` that reached a first step."""
     return [record.started for record in _of_rank_0(run) if record.started is not None]
 
 
 def failures(run: Run) -> list[Started]:
-    """Return the starts of ``run`` that followed a failure."""
+    """Return the starts of ``run`` that came after a failure."""
     return [start for start in starts(run) if start.why]
 
 

@@ -1,10 +1,10 @@
-"""``stagereg ls`` and ``stagereg verify``: list the checkpoints of a checkpoint directory and verify their checksums.
+"""``stagereg ls`` and ``stagereg verify``: list the checkpoints of a directory, and verify their checksums.
 
 ``ls`` reads manifests and file sizes; ``verify`` and ``ls --verify`` read the content of every file. Neither changes a
 checkpoint or disturbs a run. ``ls --leftovers`` deletes the unfinished files of killed runs. ``verify`` exits with code
-0 if no checkpoint is corrupt, 1 if a checkpoint is corrupt, 2 if there is no checkpoint. Plain torch writes no
-checksums: for its directories both commands compare file names and sizes with ``.metadata`` and print "no checksums".
-The module ``listing`` of an extension does the same for the extension's directories, such as a local tier.
+0 if all checkpoints are valid, 1 if some are corrupt, 2 if there is no checkpoint. Plain torch writes no checksums. For
+its checkpoints, both commands compare file names and sizes with ``.metadata``, and print "no checksums". An extension
+may have a module ``listing``, which lists the extension's directories, such as a local tier.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def list_checkpoints(asked: argparse.Namespace) -> int:
-    """Print the checkpoints; return 0, also if some are corrupt."""
+    """Print the checkpoints. Return 0, even if some are corrupt."""
     if asked.leftovers:
         return _clear(asked)
     for extension in providers("listing"):
@@ -55,7 +55,7 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
     kept, readers = found.store.retention.kept(), found.store.readers.found()
     entries = []
     for each in _read(found) if asked.verify else found.conditions:
-        # Compares manifests, not paths: a directory may be reached through a symbolic link.
+        # Compare manifests, not paths, because the path may contain a symbolic link.
         is_latest = latest is not None and each.manifest == latest.manifest
         passed = "valid" if asked.verify else "not verified"
         stays = [kept[each.name]] if each.name in kept else []
@@ -83,7 +83,6 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
 
 
 def _clear(asked: argparse.Namespace) -> int:
-    """Delete the unfinished files of killed runs and print them; return 0 if all were deleted, else 1."""
     store = open_store(asked.directory)
     if not store.backend.remote and located(asked.directory, empty=True).one:
         raise CheckpointError(f"{asked.directory} is a checkpoint. Name the checkpoint directory that contains it.")
@@ -102,7 +101,7 @@ def _clear(asked: argparse.Namespace) -> int:
 
 
 def verify(asked: argparse.Namespace) -> int:
-    """Print the state of each checkpoint; return 0 if all are valid, 1 if any is corrupt or inaccessible."""
+    """Print the state of each checkpoint. Return 0 if all are valid, 1 if any is corrupt or inaccessible."""
     for extension in providers("listing"):
         if (shown := extension.verify_steps(asked)) is not None:
             return int(shown)
@@ -143,7 +142,7 @@ def _read(found: Located) -> list[VerificationResult]:
 
 
 def _still_there(store: CheckpointStore, looked: list[VerificationResult]) -> list[VerificationResult]:
-    """Return the results, except for checkpoints that a training run deleted while they were read."""
+    """Return the results without those of checkpoints that a training run deleted during the check."""
     there = {each.name for each in conditions(store)}
     left = [e for e in looked if not e.damages or e.name in there or step_of(e.name) is None or e.writer]
     if not left:
@@ -152,7 +151,6 @@ def _still_there(store: CheckpointStore, looked: list[VerificationResult]) -> li
 
 
 def _entry(each: VerificationResult, passed: str) -> dict[str, Any]:
-    """Return the fields of a checkpoint; an inaccessible file makes the state "unclear", not "corrupt"."""
     passed = "no checksums" if each.writer == TORCH else passed
     bad = "corrupt" if any(not isinstance(what, InaccessibleFile) for what in each.damages.values()) else "unclear"
     manifest = each.manifest

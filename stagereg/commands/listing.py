@@ -1,7 +1,7 @@
-"""``stagereg list`` lists all components; ``stagereg show`` describes one component.
+"""``stagereg list`` lists all components, and ``stagereg show`` describes one component.
 
-``list`` imports no component, ``show`` imports one. ``--plugins`` first imports modules that are not entry points, like
-``plugins: [module]`` in a config.
+``list`` imports no component; ``show`` imports the component that it describes. The option ``--plugins`` first imports
+modules whose components have no entry point, like ``plugins: [module]`` in a config.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_plugins_option(parser: argparse.ArgumentParser) -> None:
 
 
 def import_plugins(asked: argparse.Namespace) -> None:
-    """Import the modules that ``--plugins`` names; their output goes to stderr."""
+    """Import the modules that the option ``--plugins`` names. Redirects their output to stderr."""
     modules = [name.strip() for name in asked.plugins.split(",") if name.strip()]
     if not modules:
         return
@@ -45,7 +45,7 @@ def import_plugins(asked: argparse.Namespace) -> None:
 
     import stagereg.config.plugins as plugins
 
-    sys.path.insert(0, os.getcwd())  # like Python for a script in this directory
+    sys.path.insert(0, os.getcwd())  # as if a script in this directory were running
     with _stdout_to_stderr():
         plugins.from_config(OmegaConf.create({"plugins": modules}), "--plugins")
 
@@ -98,7 +98,7 @@ def _plain(entry: Entry) -> dict[str, str]:
 
 
 def find(text: str) -> Entry:
-    """Return the entry named ``"kind/name"`` or ``"kind=name"``, or by a name that only one kind has."""
+    """Return the entry of a component: ``"kind/name"``, ``"kind=name"``, or a name that only one kind has."""
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
         return registry.find(kind, name)
@@ -115,9 +115,9 @@ def find(text: str) -> Entry:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, so that imported components cannot print into a JSON document.
+    """Redirect stdout to stderr, so that an imported component cannot print into the JSON output.
 
-    The redirection includes C code and child processes; no other thread may print meanwhile.
+    The redirection affects C code and child processes too. No other thread may print during the redirection.
     """
     sys.stdout.flush()
     kept = os.dup(1)

@@ -1,7 +1,7 @@
 """``stagereg report``: reports the results of a sweep, or the metrics and checkpoints of a run, from their files.
 
-The command works at any time: while a run trains, after a crash, on another machine. A failed job is part of the
-report and does not make the report fail.
+The command works at any time: while a run trains, after a crash, or on another machine. Failed jobs are included in the
+report; they do not make the command fail.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from stagereg.sweep.run import RankRecord, Run, Started
 from stagereg.sweep.selection import Source, compared
 
 _FIRST, _LAST = 7, 7
-"""Numbers of rows that a terminal shows from the start and the end of a long table."""
-_FAILURES = 4  # maximum number of failures that a run's headline lists; with more, it names only the last one
+"""Number of rows shown at the start and at the end of a long table in a terminal."""
+_FAILURES = 4  # maximum number of failures in the headline of a run; of more failures, only the last is shown
 _STATUS = {"completed": "Completed", "failed": "Failed after", "unfinished": "Unfinished after"}
 
 
@@ -74,7 +74,7 @@ def _limit(text: str) -> float:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print the report and write the files of a sweep; return 0, even if the reported run or jobs failed."""
+    """Print the report and write the files of a sweep. Return 0, or 1 if ``--fail-if`` finds a worse combination."""
     directories = [Path(each) for each in asked.directories]
     if asked.fail_if is not None and not asked.baseline:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
 def _written(
     asked: argparse.Namespace, directories: Sequence[Path], comparison: Comparison, target: Path
 ) -> Sequence[Path]:
-    """Write the files; repeat if a job ended meanwhile, because the sweep then writes newer files in the same place."""
+    """Write the files. Repeat this if a job ended meanwhile, because the sweep then writes newer files itself."""
     if not asked.output and (asked.json or len(directories) > 1):
         return ()
     while True:
@@ -166,7 +166,7 @@ def _judged(asked: argparse.Namespace, directory: Path, document: dict[str, Any]
     before: baseline.Document
     if path.is_dir():
         source = Source.of(path)
-        own = source.metric == document["metric"]  # if so, the sweep's own direction applies
+        own = source.metric == document["metric"]  # then the direction of that sweep applies
         before = _plain(compared([source], document["metric"], None if own and not asked.direction else direction))
     else:
         before = baseline.read(path)
@@ -191,7 +191,7 @@ def _show(judged: Sequence[Change], document: dict[str, Any]) -> None:
 
 
 class RunReport:
-    """The report on one run. The run may have recorded only its result, or its records may be unreadable."""
+    """The report on one run. The run may lack records, or its records may be unreadable."""
 
     def __init__(self, directory: Path) -> None:
         self._job, unread = JobResult.of_directory(directory), []
@@ -220,7 +220,7 @@ class RunReport:
         return {"kind": "run", **dataclasses.asdict(self._job), **found, "warnings": self._warnings}
 
     def show(self) -> None:
-        """Print the report; of a long table only the first and last rows."""
+        """Print the report. Of a long table, print only the first and last rows."""
         output.echo(f"{printable(str(self._job.directory), lines=False)}: {self._headline()}", "bold")
         for line in self._warnings:
             output.echo(line, "yellow")
@@ -261,13 +261,13 @@ class RunReport:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return names of metrics in display order: built-in metrics, then the others alphabetically."""
+    """Return names of metrics in display order: built-in metrics, then other metrics in alphabetical order."""
     order = [one.name for one in METRICS]
     return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
 def figure_text(name: str, value: float) -> str:
-    """Return a metric with its unit; values that the task returned have no known unit."""
+    """Return a metric with its unit. Values that the task returned have no known unit."""
     if name.startswith(RETURNED):
         return shown(value)
     if "bytes" in name:
@@ -280,7 +280,7 @@ def _and(texts: Sequence[str]) -> str:
 
 
 def _warnings(job: JobResult, recorded: Run) -> Iterator[str]:
-    """Yield warnings about the metrics: a failure of the run, fallbacks, stragglers and missing records."""
+    """Yield warnings about the run: a failure, skipped checkpoints, slow ranks and missing records."""
     if job.error:
         yield f"The run {'failed' if job.status == 'failed' else 'did not finish'}: {tables.first_line(job.error)}"
     if not recorded.ranks:

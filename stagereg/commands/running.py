@@ -1,8 +1,8 @@
 """``stagereg run``: runs torchrun but exits with the code of its ranks, for schedulers that requeue preempted jobs.
 
 Runs torchrun in this process, with three differences. The command exits with the code of the first rank that failed,
-such as 75. SIGTERM and SIGUSR1 are forwarded to the ranks, which exit without torchrun's limit of 30 seconds; if no
-rank is running yet, the command exits with code 75. Ranks get the memory settings of ``stagereg.main``.
+such as 75. SIGTERM and SIGUSR1 are forwarded to the ranks, which then exit without torchrun's limit of 30 seconds; if
+no rank is running yet, the command exits with code 75. Ranks get the memory settings of ``stagereg.main``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from stagereg.launch.exits import KEEPS_CODE
 
 _HELP = "run torchrun, and exit with the code of the ranks, such as 75 after a preemption"
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
-_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # stay ignored if ignored at the start, as with nohup
+_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # not handled if they are ignored at the start, as with nohup
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    # No character starts an option in this parser: all options belong to torchrun or to the program.
+    # No character begins an option of this parser, because all options belong to torchrun or to the program.
     parser = commands.add_parser("run", help=_HELP, add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*", help="arguments of torchrun")
     parser.set_defaults(run=run, as_a_rank=True)
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Run the ranks of this machine; return 0, or the exit code of the first failed rank (128 + N for signal N).
+    """Run the ranks of this machine. Return 0, or the exit code of the first rank that failed (128 + N for signal N).
 
     Raises:
         LaunchError: The machines cannot connect, or the machine of the rendezvous has failed.
@@ -73,12 +73,12 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    """Forward a signal to the ranks, the children of this process; raise it if no rank has been started."""
+    """Forward a signal to the ranks, which are the children of this process. Raises if no rank has been started."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     ranks: list[str] = []
     for children in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread terminated
+        with contextlib.suppress(OSError):  # the thread has terminated
             ranks += children.read_text().split()
     if not ranks:
         raise SignalException(f"signal {number} before any rank was started", signal.Signals(number))

@@ -1,4 +1,4 @@
-"""Reports several sweeps as one: the parameter ``sweep`` of each job names the directory of its sweep."""
+"""Reports several sweeps as one sweep. Adds a parameter ``sweep``, the name of the directory, to each job."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stagereg.sweep.metric import metric as metric_of
 from stagereg.sweep.result import JobResult
 from stagereg.sweep.selection import Source
 
-_COLUMN = "sweep"  # parameter with the name of the directory
+_COLUMN = "sweep"  # name of the added parameter
 
 
 def sources(directories: Sequence[Path], metric: str = "", direction: str | None = None) -> list[Source]:
-    """Read directories, each of a sweep or of a single run; if there are several, add ``sweep`` to each job.
+    """Read directories, each with a sweep or a single run. If there are several, add ``sweep`` to each job.
 
     Raises:
         ConfigError: Jobs cannot be read, or the sweeps differ in a metric or direction that the caller did not pass.
@@ -43,7 +43,7 @@ def sources(directories: Sequence[Path], metric: str = "", direction: str | None
 
 
 def _short_names(directories: Sequence[Path]) -> list[str]:
-    """Return, for each path, the shortest suffix that is unique among the paths."""
+    """Return the shortest unique suffix of each path. Raises: ``ConfigError`` if a directory contains another one."""
     for each, other in itertools.combinations(directories, 2):
         one, two = each.resolve(), other.resolve()
         if one.is_relative_to(two) or two.is_relative_to(one):

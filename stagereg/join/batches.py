@@ -288,8 +288,7 @@ def _signature(thing: Any, shapes: bool = False) -> Any:
 def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
     """Return whether the items of a list are samples, not the fields of a batch.
 
-    The fields of a batch have the same first size: ``size``, the first size of a tensor next to the list, if there is
-    one.
+    The fields of a batch have the same first size: ``size``, the first size of a tensor next to the list, if any.
     """
     items = list(islice(things, _WIDTH))
     if not any(map(_holds_tensors, items)):

@@ -70,8 +70,7 @@ class Join:
             ``"auto"`` (with ``loader`` or :meth:`iterate`).
         loader: the loader of a plain loop; only its length is used.
         timeout: seconds after which all other ranks raise if a rank does not respond or does not reach a step. Must be
-            longer than any step. While ranks enter the join, the limit is half an hour. Also the process group's
-            timeout during the join.
+            longer than any step. On entering: half an hour. Also sets the process group's timeout during the join.
         average: default of ``over`` in :meth:`mean`: ``"samples"``, ``"world"`` or ``"active"``.
         **kwargs: passed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
 
@@ -82,8 +81,7 @@ class Join:
         JoinError: (a ``ValueError``) the list is empty, an option is unknown, process groups differ, the first joinable
             cannot signal its steps, or ranks without data cannot take part in a step.
         ConfigError: (a ``ValueError``) ``mode`` or ``average`` is not a valid value.
-        UnevenInputsError: (a ``RuntimeError``) with ``throw_on_early_termination``, a rank ran out of data; raised in a
-            step or on leaving.
+        UnevenInputsError: (a ``RuntimeError``) a rank ran out of data, with ``throw_on_early_termination``.
         PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not respond. The process group is
             unusable; terminate the process.
 
@@ -214,8 +212,8 @@ class Join:
 
         Raises:
             JoinError: the join was not entered; or a batch, or an example with samples, cannot be emptied.
-            UnevenInputsError: with ``throw_on_early_termination``, a rank ran out of data; if the lengths are planned,
-                raised before the first step.
+            UnevenInputsError: a rank ran out of data, with ``throw_on_early_termination``; if planned, before the first
+                step.
         """
         if not self._enable or self._mode == "torch":  # torch's protocol supports plain loops only
             for batch in loader:
@@ -380,8 +378,7 @@ def configured(
         objects: a list of objects that need no names.
         joinables: factories of joinables, by the name of the object; on the command line,
             ``joinable@join.joinables.model=fsdp2``. A factory is called with the object of its name. If the object is a
-            mapping, its items are passed as keyword arguments. If no object has that name, the factory is called
-            without arguments.
+            mapping, its items are passed as keyword arguments. Without such an object, no arguments are passed.
         enable: False disables the context.
         throw: when a rank runs out of data, raise on all ranks at the same step.
         mode: see :class:`Join`. Here "auto" also applies to plain loops, so all ranks must use stagereg's ``Join``.
@@ -393,8 +390,7 @@ def configured(
         **runtime: the program's objects by name.
 
     Raises:
-        JoinError: a joinable requires an object that was not passed, or an object requires a joinable that is not
-            configured.
+        JoinError: a joinable requires an object that was not passed, or an object requires a joinable.
     """
     factories = dict(joinables or {})
     given = {**_named(objects or ()), **runtime}

@@ -75,7 +75,7 @@ class SampleCounter:
         """Return the ``n`` to use, when the program calls ``join.mean`` with ``n`` and a loss sum of ``total``.
 
         A program that accumulates losses passes the ``n`` of several batches, and may do so on an empty batch. ``call``
-        identifies the line of the call. ``over`` is the argument of ``join.mean``. ``trains``: whether the sum has a
+        identifies the line of the call. ``over`` is the argument of ``join.mean``. ``trains``: whether it has a
         gradient.
 
         Raises:

@@ -77,8 +77,7 @@ class FailureDetector:
         group: the process group of the participating ranks.
         timeout_s: seconds that a rank may keep other ranks waiting, and within which a silent rank is found.
         name: equal on all ranks, unique among the joins of the job.
-        step, elsewhere, progress: functions that return this rank's value of the field of that name in
-            :class:`RankStatus`.
+        step, elsewhere, progress: functions that return this rank's value of the field in :class:`RankStatus`.
     """
 
     def __init__(
@@ -225,8 +224,7 @@ class FailureDetector:
     def _passed_over(self, what: str) -> PeerFailedError | None:
         """Return the error for ranks that skipped a call in which other ranks wait, or ``None``.
 
-        All ranks run the same collectives in the same order. So a rank that has run more collectives than a waiting
-        rank has skipped its call.
+        All ranks run the same collectives in the same order. So a rank that has run more collectives skipped the call.
         """
         statuses = dict(sorted({**self._statuses, self._rank: self._status(what)}.items()))
         for call in _CALLS:

@@ -30,8 +30,8 @@ class JoinHook(_TorchJoinHook):
 
     A subclass overrides the methods that it needs. From torch: ``main_hook``, in which a rank that left the loop takes
     part in one step of the active ranks, and ``post_hook``, called once on every rank after all ranks have left the
-    loop. torch's ``Join`` does not call the methods below. A hook from a config is constructed with its joinable, then
-    with its options.
+    loop. torch's ``Join`` does not call the methods below. A hook from a config is constructed with its joinable and
+    its options.
     """
 
     def on_exhausted(self) -> None:
@@ -49,8 +49,7 @@ class Joinable(ABC):
     """An object that runs its own collectives in every training step.
 
     A subclass calls this constructor, and calls ``Join.notify_join_context(self)`` before its collectives of each step.
-    For the first joinable of a join, this call announces that the rank still has data; for other joinables it does
-    nothing.
+    For the first joinable of a join, this call announces that the rank still has data; for others it does nothing.
 
     stagereg's ``Join`` calls ``join_hook`` and then :meth:`attach` on entering, and :meth:`detach` on every exit path.
     torch's ``Join`` calls only ``join_hook``, in its constructor.

@@ -142,8 +142,7 @@ class Loop:
         """Yield this rank's batches, then empty batches while other ranks have data. Counts all batches in ``counter``.
 
         A step begins with a forward, so a batch that the body skips is not a step. A rank without data waits until a
-        step begins on some rank, then yields an empty batch. A forward on an empty batch is not announced to the other
-        ranks.
+        step begins on some rank, then yields an empty batch. A forward on an empty batch is not announced.
         """
         self.running = True
         self.counter = counter

@@ -1,7 +1,7 @@
 """Sums over ranks, requested by the ranks in a loop. Ranks that have left the loop add zeros.
 
 A rank that has left the loop cannot predict when the other ranks send requests. So the thread of its channel responds
-to requests until all ranks have left the loop. The thread can start again for another loop. A request costs one small
+to requests until all ranks have left the loop. The thread can start again for another loop. A request costs an
 all-reduce.
 """
 
@@ -18,8 +18,7 @@ class Responder:
     """One rank's endpoint for sums of ``width`` numbers, on its own ``channel``. Every rank closes it once per loop.
 
     The channel's thread calls ``follow`` after each request that this rank responds to. ``waiting`` waits for other
-    ranks. ``call`` is the name of the program's call in messages. After a failed join, do not close or reuse the
-    endpoint.
+    ranks. ``call`` is the name of the program's call in messages. After a failed join, do not close or reuse it.
     """
 
     def __init__(

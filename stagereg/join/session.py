@@ -106,8 +106,8 @@ class JoinSession:
     def start(self, loader: Any, options: Mapping[str, Any]) -> None:
         """Enter the join, and suspend the outer join. Collective.
 
-        ``loader``: the loader of a plain loop (a loop without ``join.iterate``), if known. ``options`` must be equal on
-        all ranks.
+        ``loader``: the loader of a plain loop (without ``join.iterate``), if known. ``options`` must be equal on all
+        ranks.
         """
         for outer in _entered.get():
             outer._suspended = True
@@ -150,8 +150,7 @@ class JoinSession:
         """Return whether this forward begins a step of the join. Called only after the module's previous backward.
 
         If all ranks run the loop body (``join.iterate``), the first forward on a batch begins a step, even without
-        ``trains`` (in an evaluation). Later on the same batch, each training forward of the first joinable begins
-        another step.
+        ``trains`` (in an evaluation). Then each training forward of the first joinable begins another step.
         """
         is_first = joinable is self.joinables[0]
         if self.loop is not None and self.loop.iterates:

@@ -5,7 +5,7 @@ block of memory to each tensor (``layout``), leases the memory (``memory``) and 
 threads copy host memory. A separate stream copies accelerator memory: it waits for the work that the caller has queued,
 but the caller's stream never waits.
 
-The layout is reused if addresses, shapes, dtypes and strides are unchanged. Stagers that copy in a different order use
+The layout is reused if addresses, shapes, dtypes and strides are unchanged. Stagers with a different order use
 :class:`PendingCopy`.
 """
 

@@ -5,8 +5,7 @@ A :class:`Layout` is planned once, and reused while the state dict does not chan
 element, not its whole storage. A view with gaps (for example a column of a matrix) keeps its strides if the gaps are
 smaller than the data or a page. Otherwise the view is *packed*: its copy is contiguous.
 
-Planning reads addresses and shapes, and copies nothing. :func:`tensors_over` creates the tensors of the copy over
-memory with this layout.
+Planning reads addresses and shapes, and copies nothing. :func:`tensors_over` creates the tensors of the copy.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
     """Plan host memory for plain strided tensors.
 
     Raises:
-        StagingError: a tensor extends beyond its storage, for example after the storage was freed. The error's ``path``
-            is the index of the tensor.
+        StagingError: a tensor extends beyond its storage, for example after the storage was freed. ``path`` is its
+            index.
     """
     pieces: list[Piece] = []
     runs: list[_Run] = []
@@ -203,8 +202,7 @@ def region_bytes(region: Region, storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a tensor over the source bytes of a region in ``storage``.
 
     Raises:
-        StagingError: the storage was freed or resized after the layout was planned. The error's ``path`` is the index
-            of a tensor.
+        StagingError: the storage was freed or resized after the layout was planned. ``path`` is a tensor index.
     """
     if not is_in(region, storage):  # otherwise set_ would enlarge the storage
         raise StagingError([region.source], "its storage was freed or resized while it was being copied")

@@ -211,8 +211,8 @@ class StoreMembership(Membership):
     """Writes one store key per step. The ranks add up their step counts once, when they leave the loop.
 
     The channel must have no other sum at that time. ``lengths``: the number of batches of each rank. If the lengths
-    differ and the join throws, all ranks raise. The store key ``begun/<step>`` is 1 if the step reduces gradients,
-    otherwise 0.
+    differ and the join throws, all ranks raise. The key ``begun/<step>`` is 1 if the step reduces gradients, otherwise
+    0.
     """
 
     def __init__(

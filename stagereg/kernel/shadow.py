@@ -3,7 +3,7 @@
 In each training step, all ranks run one all-reduce: an active rank *announces* the step by adding one, and a rank that
 left the loop adds zero, to *count* the active ranks. If the join throws, a second all-reduce stops the active ranks.
 The order, shapes and dtypes match ``torch.distributed.algorithms.join`` (torch 2.13), so ranks with torch's ``Join``
-can take part in the same job.
+can take part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Stagers, one plugin per file. Each decides when the kernel copies, and into which memory.
+"""Stagers, which copy state dicts for checkpoints: one plugin per file.
 
-``async_stager`` defines the protocol; ``host`` is the base of stagers that copy before they return (``blocking``,
-``pinned_cached``). ``overlapped`` copies later (``deferred_copy``): ``guard`` finds memory that only an optimizer
-writes, and calls back before each write; ``step_observer`` and ``device_sources`` (on accelerators) find other writes.
+``async_stager`` defines the protocol. ``host`` is the base of stagers that copy before ``stage`` returns (``blocking``,
+``pinned_cached``). ``overlapped`` copies later, with ``deferred_copy``: ``guard`` determines the memory that only an
+optimizer writes, and calls back before each write; ``step_observer`` and ``device_sources`` detect other writes.
 """

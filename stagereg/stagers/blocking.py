@@ -1,4 +1,4 @@
-"""``blocking``: a new host copy per call, and torch's ``BlockingAsyncStager`` under its name."""
+"""``blocking``: a new copy in host memory per call, and torch's ``BlockingAsyncStager`` with the same name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stagereg.stagers.host import HostStager
 
 @register("stager", "blocking")
 class BlockingStager(HostStager):
-    """Copies into newly allocated memory on every call, and does not retain the memory."""
+    """Copies into newly allocated memory on every call. The memory is not reused."""
 
     def __init__(self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
@@ -18,16 +18,16 @@ class BlockingStager(HostStager):
 
 
 class BlockingAsyncStager(HostStager):
-    """torch's ``BlockingAsyncStager`` in name and signature, without torn copies.
+    """Has the name and signature of torch's ``BlockingAsyncStager``, but makes no torn copies.
 
-    Differences from torch 2.13, all safer: a cached copy that is still being written is never overwritten (other memory
-    is used), a changed structure is planned again instead of cast or broadcast, tied weights remain tied, and caching
-    works without an accelerator.
+    Differences from torch 2.13: a cached copy that is still being written is never overwritten (new memory is used), a
+    changed structure gets a new layout instead of being cast or broadcast, tied weights remain tied, and caching works
+    without an accelerator.
 
     Args:
-        cache_staged_state_dict: retain memory for the next call, page-locked if an accelerator is available.
-        type_check: refuse leaves that are not a tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a
-            leaf is deep-copied.
+        cache_staged_state_dict: reuse the memory in the next call, page-locked if an accelerator is available.
+        type_check: raise for values that are not a tensor, number, string, bytes, ``BytesIO`` or None. False: deep-copy
+            such values.
     """
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:

@@ -1,17 +1,17 @@
 """A copy that is started in one call, and finished at the latest before the next write to its source.
 
-A :class:`DeferredCopy` consists of pieces that any thread may take: a background thread takes them one by one, and a
-thread that is about to write takes the remaining pieces (copy before overwrite). Regions on an accelerator are copied
-on a side stream, which waits for the work that was queued before. Whichever thread comes first queues these copies. A
-writer's stream waits for the copies, and the writer itself waits until they are queued.
+A :class:`DeferredCopy` consists of pieces that any thread may copy. A background thread copies piece after piece; a
+thread that is about to write to the source first copies the remaining pieces. Memory on an accelerator is copied on a
+side stream, after the work that was queued before. The first of these threads queues these copies. A writer's stream
+waits for the copies; the writer itself waits only until they are queued.
 
-Two inexpensive checks find unannounced writes. Version counters of tensors change with most in-place operations of
-torch. Byte samples are taken at the beginning and compared with the same positions of the *copy*: a write that
-bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a whole tensor. On
-request, a checksum of every byte (CRC-32) is compared instead of the counters of host memory.
+Two inexpensive checks detect writes that the stager was not notified of. Most in-place operations of torch change the
+version counter of the tensor. Writes that bypass the counters (fused optimizers, gloo collectives, ``.data``, numpy)
+nearly always write a whole tensor, so the stager samples bytes of the source at the beginning, and compares them with
+the *copy*. On request, it compares a CRC-32 of every byte instead of the counters of host memory.
 
-torch changes a counter only when the operation has returned. So the counters are read again while the training thread
-runs no operation: :meth:`DeferredCopy.fence`. Until then the copy is complete, but not *confirmed*.
+torch changes a counter only after the operation. So the counters are read again while the training thread runs no
+operation (:meth:`DeferredCopy.fence`). Until then, the copy is complete but not *confirmed*.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from stagereg.kernel.layout import Layout, Region, is_in
 from stagereg.kernel.transfer import Batch, CopyTask, piece
 from stagereg.stagers.device_sources import DeviceSources
 
-_PIECE_BYTES = 2**22  # a writer waits for at most one piece of another thread: well below a millisecond
+_PIECE_BYTES = 2**22  # bytes; a writer waits for at most one piece of another thread, well below a millisecond
 SAMPLE_BYTES = 64
-_MOST_BLOCKS = 4  # maximum number of memory blocks that copies alternate between
-_MAX_BYTES_BETWEEN = 2**22  # maximum distance between two samples
-_STILL_S = 0.5  # seconds without a fence after which unchanged counters are taken as final
-_SLICE_S = 0.05  # seconds; divides the wait, so that a suspended process does not count as unchanged
+_MOST_BLOCKS = 4  # maximum number of memory blocks that the copies use alternately
+_MAX_BYTES_BETWEEN = 2**22  # maximum distance between two samples of a region
+_STILL_S = 0.5  # seconds; after this time without a fence, unchanged counters are final
+_SLICE_S = 0.05  # seconds; the wait is counted in such slices, so that suspension of the process does not count
 
 
 class CopySplit:
-    """The regions of a layout, divided into regions copied immediately and regions copied later.
+    """The regions of a layout: those that are copied immediately, and those that are copied later (deferred).
 
-    Reused for a layout while the same regions may be deferred. Host regions below ``least`` bytes are not deferred.
+    Reused for a layout while the same regions may be deferred. Host regions smaller than ``least`` bytes are not
+    deferred.
     """
 
     def __init__(self, layout: Layout, may_defer: Callable[[Region], bool], least: int) -> None:
@@ -54,16 +55,16 @@ class CopySplit:
         self.pieces = _pieces(self.deferred)
         self.immediate_remote = [region for region, deferred in remote if not deferred]
         self.deferred_remote = [region for region, deferred in remote if deferred]
-        self.streams: dict[torch.device, torch.Stream] = {}  # for these regions, by device; created when needed
-        # Indices of the tensors in all deferred regions, and in those on an accelerator.
+        self.streams: dict[torch.device, torch.Stream] = {}  # side streams by device; created when needed
+        # Indices of the tensors in deferred regions: first only on accelerators, then in all memory.
         self.members_remote = [i for region in self.deferred_remote for i in region.members]
         self.members = [i for region in self.deferred for i in region.members] + self.members_remote
-        # Positions of samples in host memory: both ends of each region, and regular points between them.
+        # Positions of samples in host memory: both ends of each region, and points at regular distances between them.
         self.samples = [(region, at) for region in self.deferred for at in sample_offsets(region.nbytes)]
         self._sampler = functools.lru_cache(_MOST_BLOCKS + 1)(functools.partial(_sampler_of, self.samples))
 
     def sampled(self, base: int | None = None) -> bytes:
-        """Return the samples of the source, concatenated, or of the copy in the block at ``base``."""
+        """Return the samples, concatenated: of the source, or of the copy in the block at address ``base``."""
         return self._sampler(base)()
 
     def differing(self, before: bytes, after: bytes) -> list[Region]:
@@ -75,7 +76,7 @@ class CopySplit:
 
 
 def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
-    """Return functions that copy the regions, small ones together."""
+    """Return functions that copy the regions. Small regions share a function; large ones are split."""
     pieces: list[list[tuple[int, int, int]]] = []
     room = 0
     for region in regions:
@@ -90,13 +91,16 @@ def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
 
 
 def sample_offsets(nbytes: int) -> list[int]:
-    """Return where samples of ``nbytes`` bytes begin: at both ends, and at regular points between them."""
+    """Return the offsets of samples in ``nbytes`` bytes: both ends, and points at regular distances between them."""
     steps = -(-nbytes // _MAX_BYTES_BETWEEN)
     return [max(nbytes - SAMPLE_BYTES, 0) * k // steps for k in range(steps + 1)]
 
 
 def sampler(starts: Sequence[int], sizes: Sequence[int]) -> Callable[[], bytes]:
-    """Return a function that copies bytes of host memory from these addresses, each to its own ``SAMPLE_BYTES``."""
+    """Return a function that reads samples from host memory and returns their bytes.
+
+    ``starts``: the addresses of the samples; ``sizes``: their sizes. Each sample takes ``SAMPLE_BYTES`` in the result.
+    """
     copy = piece([*zip(range(0, SAMPLE_BYTES * len(starts), SAMPLE_BYTES), starts, sizes, strict=True)])
 
     def take() -> bytes:
@@ -113,13 +117,13 @@ def _sampler_of(samples: Sequence[tuple[Region, int]], base: int | None) -> Call
 
 
 class DeferredCopy:
-    """The deferred part of a copy, with the source's content at the time of construction.
+    """The deferred part of a copy. Copies the content that the source has at the time of construction.
 
     Args:
         pending: the whole copy.
         split: the regions that are copied later.
-        events: one event per device, at the end of the copies that are already queued.
-        thorough: to find writes, compare every byte in host memory, instead of version counters and samples.
+        events: one event per device, recorded after the copies that are already queued.
+        thorough: whether to detect writes by comparing every byte in host memory, not by version counters and samples.
     """
 
     def __init__(
@@ -139,15 +143,15 @@ class DeferredCopy:
         self._checksums = [_checksum(r.address, r.nbytes) for r in split.deferred] if thorough else []
         self._written: list[int] | None = None  # None until the copy is complete
         self._began, self._ended = time.monotonic(), math.inf
-        self._fenced = threading.Event()  # set when ``_written`` is final
-        self.touched: set[int] = set()  # source tensors written before the fence, including harmless writes
+        self._fenced = threading.Event()  # set when ``_written`` can no longer change
+        self.touched: set[int] = set()  # tensors that were written before the fence, even after their copy
 
     def run(self) -> list[int]:
         """Copy the remaining pieces. Called once, on a background thread.
 
         Returns:
-            Indices of the source tensors that were written, freed or resized before they were copied. If there are any,
-            the copy is unusable.
+            The indices of the source tensors that were written, freed or resized before they were copied. Unless this
+            list is empty, the copy is unusable.
 
         Raises:
             StagingError: a source on an accelerator was freed or resized before its copy was queued.
@@ -162,11 +166,11 @@ class DeferredCopy:
         return sorted({*self._find_written(), *written})
 
     def finish_before_write(self) -> None:
-        """Block until the source may be written. Called by any thread that is about to write, any number of times.
+        """Block until the source may be written. Any thread that is about to write calls this, any number of times.
 
-        That thread runs no operation meanwhile, so the call is also a :meth:`fence`.
+        That thread runs no torch operation during the call, so the call is also a :meth:`fence`.
         """
-        with contextlib.suppress(Exception):  # run() raises the error
+        with contextlib.suppress(Exception):  # run() raises this error
             self._finish()
         for device, event in self._events:
             torch.accelerator.current_stream(device).wait_event(event)
@@ -174,22 +178,23 @@ class DeferredCopy:
         self.fence()
 
     def fence(self) -> None:
-        """Confirm the copy, if it is complete, by reading the counters again. Idempotent.
+        """If the copy is complete, confirm it by reading the version counters again. Idempotent.
 
         Called on the thread that stages and trains, while it runs no operation of torch.
         """
         with self._lock:
             if self._written is None or self._fenced.is_set():
                 return
-            # Operations that began before the copy ended cannot be distinguished from later ones.
+            # A changed counter does not show whether the operation began before or after the end of the copy.
             self.touched.update(self._moved(), self._changed_samples())
             self._written = sorted({*self._written, *self.touched})
             self._fenced.set()
 
     def await_fence(self) -> list[int]:
-        """Return the tensors whose copy may be torn, like :meth:`run`, once this is known. On a background thread.
+        """Wait for the fence, and return the tensors whose copy may be torn (see :meth:`run`). For a background thread.
 
-        Without a fence, this takes 0.5 s, or the duration of the copy if longer, in which no counter changes.
+        Without a fence, waits for 0.5 s or the duration of the copy, whichever is longer. A counter that changes counts
+        as a write.
         """
         slices = max(_STILL_S, self._ended - self._began) / _SLICE_S if self._counted else 0
         while slices > 0 and not self._fenced.wait(_SLICE_S):
@@ -198,12 +203,12 @@ class DeferredCopy:
         return self._written or []
 
     def reads(self, x: torch.UntypedStorage | torch.Tensor) -> bool:
-        """Return whether the copy is incomplete and reads from a storage, or from the storage of a tensor."""
+        """Return whether the copy is incomplete and reads from ``x``, a storage or the storage of a tensor."""
         if self._written is not None:
             return False
         try:
             storage = x if isinstance(x, torch.UntypedStorage) else x.untyped_storage()
-        except (RuntimeError, NotImplementedError, ValueError):  # a tensor without a storage, such as a sparse one
+        except (RuntimeError, NotImplementedError, ValueError):  # no storage, such as a sparse tensor
             return False
         return any(each._cdata == storage._cdata for each in self._storages.values())
 
@@ -215,7 +220,7 @@ class DeferredCopy:
         self._task.finish()
 
     def _find_written(self) -> list[int]:
-        """Check for writes once, after the copying and before the first permitted write."""
+        """Check for writes, once: after the last piece is copied and before the first permitted write."""
         with self._lock:
             if self._written is None:
                 self._ended = time.monotonic()
@@ -230,17 +235,15 @@ class DeferredCopy:
             return self._written
 
     def _moved(self) -> set[int]:
-        """Return the tensors whose version counters have changed."""
         pairs = zip(self._counted, self._versions, strict=True)
         return {i for (i, x), version in pairs if x._version != version}
 
     def _replaced(self) -> list[Region]:
-        """Return the regions whose storages were freed or resized in place."""
         regions = (*self._split.deferred, *self._split.deferred_remote)
         return [region for region in regions if not is_in(region, self._storages[region.source])]
 
     def _changed_samples(self) -> set[int]:
-        """Return the tensors in host memory whose samples have changed since the beginning."""
+        """Return the tensors in host memory whose samples have changed since construction."""
         if self._replaced():  # freed memory must not be read
             return set()
         return self._members_of(self._split.differing(self._samples, self._split.sampled()))
@@ -251,7 +254,6 @@ class DeferredCopy:
 
 
 def _sources(pending: PendingCopy, split: CopySplit) -> dict[torch.device, DeviceSources]:
-    """Return the sources of the deferred copies by accelerator, with their content on the caller's streams."""
     by_device: dict[torch.device, list[Region]] = {}
     for region in split.deferred_remote:
         by_device.setdefault(pending.sources[region.source].device, []).append(region)
@@ -265,10 +267,10 @@ def _sources(pending: PendingCopy, split: CopySplit) -> dict[torch.device, Devic
 def _queues(
     remote: dict[torch.device, DeviceSources], split: CopySplit, events: list[tuple[torch.device, torch.Event]]
 ) -> list[Callable[[int], None]]:
-    """Return, per device, a thread-safe function that queues the deferred copies and adds their end event."""
+    """For each device, return a thread-safe function that queues its deferred copies and appends to ``events``."""
 
     def queue(base: int, device: torch.device, stream: torch.Stream) -> None:
-        # Set the device first: leaving the stream would initialize the thread's other device, at a cost in memory.
+        # Set the device first. Otherwise, leaving the stream would initialize another device, which costs memory.
         with torch.no_grad(), torch.accelerator.device_index(device.index), stream:
             try:
                 remote[device].queue()

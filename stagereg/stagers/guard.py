@@ -1,10 +1,10 @@
-"""Memory that only an optimizer writes, and callbacks before each write.
+"""Determines the memory that only an optimizer writes, and calls back before each write.
 
-A :class:`WriteGuard` calls back before any torch optimizer steps (through a global step pre-hook, which is called for
-default, foreach and fused implementations, for ``ZeroRedundancyOptimizer`` and its inner optimizer), before any module
-loads a state dict, and in :func:`announce_write`. It tracks the optimizers that have stepped since its creation, or
-that were passed to it, and so the memory that no other code should write between two steps: their parameters that
-require gradients, and their state.
+A :class:`WriteGuard` calls back before any torch optimizer steps, before any module loads a state dict, and in
+:func:`announce_write`. It uses a global pre-hook of optimizer steps, which is called for all implementations (default,
+foreach, fused), for ``ZeroRedundancyOptimizer`` and for its inner optimizer. It tracks the optimizers that have stepped
+since its creation, or that were passed to it. Their parameters that require gradients, and their state, are the memory
+that no other code should write between two steps.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from stagereg.kernel.state_dict import flatten
 
 
 class WriteGuard:
-    """Calls ``before_write`` before a foreseeable write, on the writing thread, until closed or garbage-collected.
+    """Calls ``before_write`` before a predictable write, on the writing thread, until closed or garbage-collected.
 
     Args:
-        before_write: a bound method, held weakly; must not raise.
+        before_write: a bound method, held by a weak reference; must not raise.
     """
 
     def __init__(self, before_write: Callable[[], None]) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._addresses: list[int] = []  # addresses of the last inspected tensors
+        self._addresses: list[int] = []  # addresses of the tensors in ``_owned``
         self._owned: dict[tuple[int, int], int] = {}
         self._before_write = weakref.WeakMethod(before_write)
         self._removes = BEFORE_STEPS.add(self._before_step), LOADS.add(self._before_load)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._captured.add(optimizer)  # a capture writes nothing; each replay writes without a call
+            self._captured.add(optimizer)  # a capture writes nothing, but its replays write without a callback
         else:
             self._optimizers.add(optimizer)
             self._before_load(None)
@@ -48,15 +48,15 @@ class WriteGuard:
             before_write()
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Register an optimizer that has not stepped yet, and whose step is in no CUDA graph."""
+        """Register an optimizer that has not stepped yet and is in no CUDA graph."""
         self._optimizers.add(optimizer)
         self._watched.add(optimizer)
 
     def owned(self, is_known: Callable[[Optimizer], bool]) -> dict[tuple[int, int], int]:
-        """Return a mapping of (device index, address) to bytes, for each tensor that only an optimizer writes.
+        """Return the tensors that only an optimizer writes, as a mapping of (device index, address) to bytes.
 
-        Includes the optimizers passed to :meth:`watch`, and those that have stepped and that ``is_known`` accepts.
-        Returns the same object while their addresses do not change.
+        Includes the optimizers that were passed to :meth:`watch`, and optimizers that have stepped and for which
+        ``is_known`` returns True. Returns the same object while the addresses do not change.
 
         Excludes optimizers that a CUDA graph has captured, or may have captured before this guard was created: they may
         write without a callback.
@@ -84,7 +84,7 @@ class WriteGuard:
 
 
 def written_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the plain tensors that an optimizer writes: its parameters that require gradients, and its state."""
+    """Return the plain tensors that an optimizer writes: parameters that require gradients, and optimizer state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     found: list[Any] = list(parameters)
     for p in parameters:
@@ -95,5 +95,5 @@ def written_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def announce_write() -> None:
-    """Call all guards back, before code other than an optimizer writes parameters."""
+    """Call the callbacks of all guards. Call this before code other than an optimizer writes parameters."""
     LOADS.call(None)

@@ -1,4 +1,4 @@
-"""The base of stagers that use the kernel's copier, and have finished copying when ``stage`` returns."""
+"""The base of stagers that copy into host memory and have finished copying when ``stage`` returns."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from stagereg.stagers.memory_map import map_memory
 
 
 class HostStager(AsyncStager):
-    """Base of the stagers that copy with the kernel. A subclass chooses the memory by choosing the copier.
+    """Base of the stagers that copy into host memory. The copier that a subclass passes determines the memory.
 
     Not thread-safe.
 
     A forked child, such as a worker of a ``DataLoader``, may call ``stage``, which uses the child's own memory. The
-    child may read copies held at the time of the fork, unless their reader has promised to release them, as a
-    ``Checkpointer`` does: reading such a copy terminates the child with SIGSEGV.
+    child may also read copies that existed at the time of the fork. Exception: if the reader of the copies releases
+    them explicitly, as a ``Checkpointer`` does, reading such a copy terminates the child with SIGSEGV.
 
     Args:
-        copier: the copier. The other options are shared by subclasses and documented here for all of them.
-        max_in_flight: copies that writers may hold at once before ``stage`` waits for one to be dropped.
-        wait_s: maximum seconds that ``stage`` waits for a reader that releases its copies (``Checkpointer``); one
-            second for other readers. After that it allocates memory beyond the bound, which is logged once.
-        threads: threads that copy from host memory, including the caller's thread.
-        pin: page-lock the memory; None: if an accelerator is available.
+        copier: the copier. The other options are those of subclasses, documented here for all subclasses.
+        max_in_flight: number of copies that writers may hold; with more, ``stage`` waits until a copy is dropped.
+        wait_s: maximum seconds that ``stage`` waits, if the reader releases its copies as ``Checkpointer`` does;
+            otherwise one second. After that, ``stage`` allocates more memory, which is logged once.
+        threads: number of threads that copy from host memory, including the caller's thread.
+        pin: whether to page-lock the memory; None: if an accelerator is available.
     """
 
     _synchronize_after_execute = False
@@ -42,10 +42,10 @@ class HostStager(AsyncStager):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a complete copy of ``state_dict`` in host memory. Blocks until the bytes have arrived.
+        """Return a complete copy of ``state_dict`` in host memory. Blocks until the copy is complete.
 
         Raises:
-            StagingError: an entry cannot be staged (the message has its path), or memory cannot be allocated.
+            StagingError: an entry cannot be staged (the message contains its path), or memory cannot be allocated.
             StagerClosedError: the stager is closed.
         """
         copied: StateDict = self._copier.copy(state_dict)
@@ -57,7 +57,7 @@ class HostStager(AsyncStager):
         function: Callable[[torch.Tensor], torch.Tensor],
         where: Callable[[torch.Tensor, str], bool] | None = None,
     ) -> StateDict:
-        """Return ``state_dict`` with other values or dtypes in some tensors, for ``stage`` of the base class to copy.
+        """Return ``state_dict`` with changed values or dtypes in some tensors; pass the result to ``super().stage``.
 
         A stager that rounds the state of an optimizer::
 
@@ -68,20 +68,20 @@ class HostStager(AsyncStager):
                     return super().stage(rounded)
 
         Shapes, strides, shared memory, ``DTensor``, ``ShardedTensor``, attributes and the source do not change. Only
-        floating-point tensors with at least one dimension are changed, so step counts are not. Other wrappers, sparse
-        and quantized tensors, and attributes of tensors are not changed.
+        floating-point tensors with at least one dimension change, so step counts do not. Other wrappers, sparse and
+        quantized tensors, and attributes of tensors do not change.
 
         Args:
             state_dict: the argument of ``stage``.
-            function: takes the elements of a memory range as a one-dimensional tensor, and returns a new tensor of the
-                same length and any dtype. Must work elementwise: the range may include elements of other tensors.
-            where: takes a tensor and its dotted name, ``"optimizer.state.0.exp_avg"``, and returns whether to change
-                the tensor; ``None`` changes all. If it refuses one of several tensors over the same memory, none is
-                changed.
+            function: a function of a one-dimensional tensor, the elements of a memory range. Returns a new tensor of
+                the same length and any dtype. Must work elementwise, because the range may include elements of other
+                tensors.
+            where: a function of a tensor and its dotted name, such as ``"optimizer.state.0.exp_avg"``, which returns
+                whether to change the tensor. ``None`` changes all tensors. If it returns False for one of several
+                tensors that share memory, none of them changes.
 
         Raises:
-            StagingError: an entry cannot be staged; or the function wrote into its argument, or returned a tensor of
-                another shape.
+            StagingError: an entry cannot be staged, or the function wrote into its argument or changed the shape.
         """
         return map_memory(state_dict, function, where)
 
@@ -92,5 +92,5 @@ class HostStager(AsyncStager):
         self._copier.pool.release(staged)
 
     def close(self) -> None:
-        """Free unused memory. Copies still held remain valid. Idempotent."""
+        """Free unused memory. Copies in use remain valid. Idempotent."""
         self._copier.close()

@@ -1,7 +1,8 @@
 """Applies a function to the memory of some tensors of a state dict, for stagers that round or cast.
 
-A state dict may have views, tied weights, wrappers and unusual strides. So the function receives memory, once for all
-tensors over it, and the tensors are placed over the result as they were over the source. The source is not changed.
+A state dict may contain views, tied weights, wrappers and unusual strides. So the function receives memory, not
+tensors: once for all tensors that share the memory. The new tensors have the same layout over the result. The source is
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def map_memory(
     function: Callable[[torch.Tensor], torch.Tensor],
     where: Callable[[torch.Tensor, str], bool] | None,
 ) -> StateDict:
-    """Return ``state_dict`` with other memory for some tensors; see :meth:`.HostStager.map_memory`."""
+    """Return ``state_dict`` with new memory for some tensors. See :meth:`.HostStager.map_memory`."""
     with torch.no_grad():
         spec = flatten(state_dict)
         chosen = _choose(state_dict, where)
-        over: dict[object, list[int]] = {}  # tensor indices by memory
+        over: dict[object, list[int]] = {}  # tensor indices by storage
         for i, x in enumerate(spec.tensors):
             over.setdefault((x.device, x.dtype, x.untyped_storage().data_ptr()), []).append(i)
-        made = [x.detach() for x in spec.tensors]  # new objects: the source's must not get attributes
+        made = [x.detach() for x in spec.tensors]  # new objects, so that the source gets no attributes
         for indices in over.values():
             paths = [chosen.get(id(spec.lazy.get(i, spec.tensors[i]))) for i in indices]
             if paths[0] is not None and all(paths) and all(_is_complete(spec.tensors[i]) for i in indices):
@@ -45,10 +46,10 @@ def map_memory(
 def _choose(
     state: StateDict, where: Callable[[torch.Tensor, str], bool] | None
 ) -> dict[int, tuple[object, ...] | None]:
-    """Return the path of each chosen tensor by its ``id``; ``None`` if ``where`` refuses the tensor under any path."""
+    """Return the path of each chosen tensor, by ``id``. ``None`` for tensors that ``where`` refuses under some path."""
     chosen: dict[int, tuple[object, ...] | None] = {}
     for path, x in _tensors(state, (), {}):
-        has_floats = x.dtype.is_floating_point and x.ndim > 0  # step counts have no dimensions
+        has_floats = x.dtype.is_floating_point and x.ndim > 0  # excludes step counts
         takes = has_floats and (where is None or where(x, ".".join(map(str, path))))
         for part in _parts(x):
             chosen[id(part)] = path if takes and chosen.get(id(part), path) else None
@@ -58,7 +59,6 @@ def _choose(
 def _tensors(
     value: Any, path: tuple[object, ...], entered: dict[int, Any]
 ) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
-    """Yield the tensors in containers and in attributes of objects, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif not isinstance(value, type) and id(value) not in entered:
@@ -68,7 +68,7 @@ def _tensors(
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory in a plain or distributed tensor; empty for other wrappers."""
+    """Return the tensors that hold the data of a plain or distributed tensor; empty for other wrappers."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     if isinstance(x, ShardedTensor):
         return [shard.tensor for shard in x.local_shards()]
@@ -76,14 +76,14 @@ def _parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_complete(x: torch.Tensor) -> bool:
-    """Return whether all elements are in the storage. If not, the copier's error names the tensor."""
+    """Return whether the storage contains all elements. If not, the copy raises an error later."""
     return (x.storage_offset() + span_of(x)) * x.itemsize <= x.untyped_storage().nbytes() or not x.numel()
 
 
 def _mapped(
     tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor], path: Sequence[object]
 ) -> list[torch.Tensor]:
-    """Return tensors over the function's result for the memory from the first element to the last."""
+    """Apply ``function`` to the memory of ``tensors``, and return the corresponding tensors over the result."""
     begin = min(x.storage_offset() for x in tensors)
     end = max(x.storage_offset() + span_of(x) for x in tensors)
     storage = max((x.untyped_storage() for x in tensors), key=lambda each: each.nbytes())

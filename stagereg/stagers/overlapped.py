@@ -1,4 +1,4 @@
-"""``overlapped``: returns immediately and copies while training continues, until just before the next write."""
+"""``overlapped``: returns immediately, and copies until the next write while training continues."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ class OverlappedStager(HostStager):
     """Copies parameters and optimizer state in the background, during the next forward and backward passes.
 
     ``stage`` returns a future immediately. A background thread copies the tensors that only an optimizer writes: its
-    parameters that require gradients, and its state. Just before an optimizer steps, a module loads a state dict, or a
-    storage is freed, resized or moved to shared memory, the thread that runs this operation first copies the rest. All
-    other tensors are copied before ``stage`` returns, such as buffers, weight averages and the state of unknown
-    optimizers. An optimizer is known once it has stepped twice since this stager was created, or has been passed to
+    parameters that require gradients, and its state. Operations that write or free such tensors first copy what is
+    left: an optimizer step, ``load_state_dict`` of a module, and freeing, resizing or sharing a storage. All other
+    tensors are copied before ``stage`` returns, such as buffers, weight averages and the state of unknown optimizers.
+    An optimizer is known after it has stepped twice since this stager was created, or if it was passed to
     :meth:`watch`.
 
-    Tensors that other code writes between two steps are also copied before ``stage`` returns, once they are known:
-    :meth:`copy_at_once` received them, or they were written between the first steps of their optimizer, or during an
-    earlier copy.
+    Tensors that other code writes between two steps are also copied before ``stage`` returns, if the stager knows them:
+    they were passed to :meth:`copy_at_once`, or written between the first steps of their optimizer or during an earlier
+    copy.
 
-    If the stager finds a write to a copy's source, it never returns this copy as valid: the future, or otherwise the
-    next call, raises a :class:`.WrittenWhileStagedError` that names the entry, and the next ``stage`` copies everything
-    before it returns. The page about checkpoints lists the writes that the stager finds. The future completes when the
-    version counters have been read while the training thread runs no operation: at the next optimizer step, at the next
-    call of the stager on the thread that called ``stage``, or otherwise after 0.5 s, or the duration of the copy,
-    without a change.
+    If the stager detects a write to the source of a copy, the copy is invalid: the future raises a
+    :class:`.WrittenWhileStagedError` that names the entry. If the program does not read the future, the next call
+    raises it. The next ``stage`` then copies everything before it returns. The page about checkpoints lists the writes
+    that the stager detects. The future completes when the version counters were read while the training thread ran no
+    operation: at the next optimizer step, at the next call of the stager on the thread that called ``stage``, or
+    otherwise after 0.5 s, or the duration of the copy, without a change.
 
     Tensors on accelerators are copied on a side stream; the optimizer's stream waits for it, the host does not. Digests
-    find writes to tensors of 256 KiB or more. Smaller tensors, up to 64 MiB of them, are copied on the device before
+    detect writes to tensors of 256 KiB or more. Smaller tensors, up to 64 MiB of them, are copied on the device before
     ``stage`` returns. Tensors of an optimizer that may be in a CUDA graph (``capturable=True``, unless passed to
     :meth:`watch`) are copied before ``stage`` returns, because replays cannot be detected. SGD is captured without that
     option: create the stager before the capture.
 
     Args:
         threads: threads that copy before ``stage`` returns, including the caller's thread.
-        verify: compare a checksum of every byte in host memory, computed in ``stage``, with the checksum of the copy.
-            ``stage`` then reads the whole state. Use this mode to find unexpected writes.
+        verify: whether ``stage`` computes a checksum of every byte in host memory, which is compared with the checksum
+            of the copy. This reads the whole state. Use it to find unexpected writes.
     """
 
-    # Bytes; smaller host regions are copied in ``stage``, which costs less than deferring them.
+    # Bytes. Smaller host regions are copied in ``stage``, because deferring them would cost more.
     _worth_deferring: int = 2**14
 
     def __init__(
@@ -78,22 +78,22 @@ class OverlappedStager(HostStager):
         self._observer = StepObserver()
         self._renew()
         _stagers.add(self)
-        self._split: tuple[object, CopySplit] | None = None  # the last split, after the values that it depends on
+        self._split: tuple[object, CopySplit] | None = None  # (values that the split depends on, split)
         self._all_at_once = False  # whether the next ``stage`` copies everything before it returns
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Register an optimizer before its first step, so that its state need not be copied before ``stage`` returns.
+        """Register an optimizer before its first step, so that its state can be copied after ``stage`` has returned.
 
-        Required for optimizers with ``capturable=True``. Not for an optimizer whose step was captured in a CUDA graph
-        before this stager was created.
+        Required for optimizers with ``capturable=True``. Do not register an optimizer whose step was captured in a CUDA
+        graph before this stager was created.
         """
         self._guard.watch(optimizer)
 
     def copy_at_once(self, tensors: Iterable[torch.Tensor] | None) -> None:
         """From now on, copy ``tensors`` before ``stage`` returns. ``None``: all tensors, in the next ``stage`` only.
 
-        For tensors that are written without a detectable call. The tensors replace those of the previous call, and are
-        kept alive. Called on the training thread.
+        Use it for tensors that are written by code that the stager cannot detect. ``tensors`` replaces the tensors of
+        the previous call, and keeps them alive. Called on the training thread.
         """
         if tensors is None:
             self._all_at_once = True
@@ -101,9 +101,9 @@ class OverlappedStager(HostStager):
             self._observer.expect(tensors)
 
     def confirm(self) -> None:
-        """Confirm complete copies. The thread that called ``stage`` must run no operation of torch meanwhile.
+        """Confirm complete copies. Call it while the thread that called ``stage`` runs no operation of torch.
 
-        No effect on any other thread.
+        Does nothing on any other thread.
         """
         self._copies.fence()
 
@@ -132,15 +132,15 @@ class OverlappedStager(HostStager):
         return future
 
     def synchronize_staging(self) -> None:
-        """Wait until all copies are complete. Raises: ``StagingError`` if one failed and was not reported yet."""
+        """Wait until all copies are complete. Raises: the ``StagingError`` of a failed copy, if not reported yet."""
         self._copies.wait()
         self._copies.raise_unseen()
 
     def close(self) -> None:
-        """Complete the copies, stop the thread and free unused memory. Copies still held remain valid. Idempotent.
+        """Complete the copies, stop the thread and free unused memory. Copies in use remain valid. Idempotent.
 
         Raises:
-            StagingError: a copy failed and was not reported yet; everything is closed nevertheless.
+            StagingError: a copy failed and was not reported yet. Everything is closed nevertheless.
         """
         self._copies.wait()
         self._thread.shutdown(wait=True)
@@ -151,21 +151,21 @@ class OverlappedStager(HostStager):
         self._copies.raise_unseen()
 
     def _renew(self) -> None:
-        """Fail incomplete copies, and replace the thread, which does not exist in a forked child."""
+        """In a forked child, fail incomplete copies and create a new thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
         self._copies.give_up()
 
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
-        """Copy the tensors that cannot wait, and return the rest as a deferred copy."""
+        """Copy the tensors that must not be deferred, and return a deferred copy of the other tensors."""
         split, engine = self._split_for(pending), self._copier.engine
         events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
-        for device, event in events:  # later writes to these sources are queued on this stream
+        for device, event in events:  # so that later writes to these sources wait for the copies
             torch.accelerator.current_stream(device).wait_event(event)
         engine.run(pending.address, split.immediate.pieces(engine.threads), pending).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
     def _learn(self) -> None:
-        """Remember tensors that were written during their copy: later calls copy them before ``stage`` returns."""
+        """Record tensors that were written during their copy, so that later calls copy them in ``stage``."""
         found, failed = self._copies.take_touched()
         self._all_at_once |= failed
         owned = _Places(self._guard.owned(self._observer.has_observed)) if found else None
@@ -196,13 +196,11 @@ _stagers = RenewedInChild(OverlappedStager._renew)
 
 
 class _Places:
-    """Memory ranges, given by their addresses and sizes."""
-
     def __init__(self, runs: Mapping[Place, int]) -> None:
         self._runs, self._starts = runs, sorted(runs)
 
     def around(self, place: Place, nbytes: int) -> tuple[Place, int] | None:
-        """Return the range that contains ``nbytes`` bytes at ``place``, such as rows of a tensor, or ``None``."""
+        """Return the range that contains ``nbytes`` bytes at ``place``, for example rows of a tensor, or ``None``."""
         at = bisect.bisect_right(self._starts, place) - 1
         if at < 0 or self._starts[at][0] != place[0]:
             return None

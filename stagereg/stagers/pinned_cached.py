@@ -1,4 +1,4 @@
-"""``pinned_cached``: page-locked memory, allocated once and reused when its reader has finished."""
+"""``pinned_cached``: copies into page-locked memory, which is allocated once and reused after its reader is done."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from stagereg.stagers.host import HostStager
 
 @register("stager", "pinned_cached")
 class PinnedCachedStager(HostStager):
-    """Copies into memory that is retained between calls: up to ``max_in_flight`` blocks of the state dict's size.
+    """Copies into memory that is reused in later calls: up to ``max_in_flight`` blocks of the size of the state dict.
 
-    The memory is page-locked if an accelerator is available. Otherwise it is pageable and pre-faulted, and one log line
-    reports this.
+    The memory is page-locked if an accelerator is available. Otherwise it is pageable and pre-faulted (logged once).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A stager's unconfirmed copies, and their futures."""
+"""The copies of a stager that are not confirmed yet, and their futures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from stagereg.stagers.step_observer import Place
 
 
 class CopyFuture(Future[Any]):
-    """The future of a :class:`.PendingCopy`. Completes when the copy is confirmed; :meth:`copied` returns earlier.
+    """The future of a copy. Completes when the copy is confirmed (the source was not written during the copy).
+
+    :meth:`copied` returns the copy earlier.
 
     Attributes:
-        seen: whether a caller has read its outcome.
+        seen: whether a caller has read the result or the error.
     """
 
     seen = False
@@ -36,9 +38,9 @@ class CopyFuture(Future[Any]):
 
     @property
     def _result(self) -> Any:
-        """The copy. Its tensors are created on the first read, not while training continues.
+        """The copy. Its tensors are created on the first access, not while training continues.
 
-        ``asyncio`` of Python 3.14 reads this attribute instead of calling :meth:`result`.
+        In Python 3.14, ``asyncio`` reads this attribute instead of calling :meth:`result`.
         """
         with self._lock:
             if isinstance(self._outcome, PendingCopy):
@@ -50,12 +52,12 @@ class CopyFuture(Future[Any]):
         self._outcome = self._outcome if outcome is None else outcome
 
     def set_copied(self, pending: PendingCopy) -> None:
-        """Let :meth:`copied` return the copy. Called on the background thread."""
+        """Make the copy available to :meth:`copied`. Called on the background thread."""
         self._outcome = pending
         self._complete.set_result(None)
 
     def set_confirmed(self) -> None:
-        """Let :meth:`result` return the copy. Called on the background thread."""
+        """Make the copy available to :meth:`result`. Called on the background thread."""
         self._copy = None
         self.set_result(None)
 
@@ -67,20 +69,19 @@ class CopyFuture(Future[Any]):
         self.set_exception(error)
 
     def copied(self) -> Any:
-        """Return the copy when its bytes are complete, before it is confirmed. Thread-safe.
+        """Return the copy as soon as its bytes are complete, before it is confirmed. Thread-safe.
 
-        The caller must not rely on the copy before :meth:`result` has returned, which raises if the source was written
-        meanwhile.
+        The copy is valid only if :meth:`result` returns later. It raises if the source was written during the copy.
         """
         self.seen = True
         self._complete.result()
         found = self._result
-        return super().result() if found is None else found  # raises, because the copy has failed meanwhile
+        return super().result() if found is None else found  # without a copy, raises its error
 
     def when_copied(self, call: Any) -> None:
-        """Call ``call()`` when the bytes are complete, or the copy has failed; on any thread.
+        """Call ``call()``, on any thread, when the bytes are complete or the copy has failed.
 
-        The caller becomes responsible for a failure: the stager's next call does not raise it.
+        The caller must then handle a failure: the next call of the stager does not raise it.
         """
         self.seen = True
         self._complete.add_done_callback(lambda _: call())
@@ -90,7 +91,7 @@ class CopyFuture(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         copy = self._copy
-        if copy is not None and threading.get_ident() == self._caller:  # this thread runs no operation now
+        if copy is not None and threading.get_ident() == self._caller:  # this thread runs no operation of torch now
             wait([self._complete], timeout)
             copy.fence()
         found = super().exception(timeout)
@@ -99,10 +100,10 @@ class CopyFuture(Future[Any]):
 
 
 class RunningCopies:
-    """The unconfirmed copies, and the futures of failed copies.
+    """The copies that are not confirmed yet, and the futures of failed copies.
 
-    Confirmed copies are not held. The guards and the background thread refer to this object instead of the stager, so
-    that a stager that is dropped without being closed is freed.
+    The guards and the background thread refer to this object, not to the stager. So a stager that is not closed can be
+    freed.
     """
 
     def __init__(self) -> None:
@@ -112,10 +113,10 @@ class RunningCopies:
         self._caller = 0
 
     def add(self, copy: DeferredCopy) -> CopyFuture:
-        """Return the future of a copy that is about to run."""
+        """Return the future of a copy that is about to begin."""
         self._caller = threading.get_ident()
         future = self._running[copy] = CopyFuture(copy)
-        future.set_running_or_notify_cancel()  # makes it impossible to cancel
+        future.set_running_or_notify_cancel()  # so that callers cannot cancel it
         return future
 
     def drop(self, copy: DeferredCopy) -> None:
@@ -123,7 +124,7 @@ class RunningCopies:
         self._running.pop(copy, None)
 
     def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
-        """Copy the rest and complete the future. Called on the background thread."""
+        """Copy the remaining pieces and complete the future. Called on the background thread."""
         future = self._running[copy]
         try:
             if not (written := copy.run()):
@@ -137,11 +138,11 @@ class RunningCopies:
         except BaseException as raised:
             interrupted = StagingError([], f"the copy was interrupted ({raised!r})")
             error = _named(state, raised) if isinstance(raised, Exception) else interrupted
-            error.__traceback__ = None  # the traceback's frames hold the memory
+            error.__traceback__ = None  # the frames of the traceback keep the memory alive
             self._failed.append(future)
             future.fail(error)
         finally:
-            pending.storages.clear()  # a holder of the future must not keep the source's memory alive
+            pending.storages.clear()  # so that the future does not keep the memory of the source alive
         self.drop(copy)
 
     def _note_touched(self, copy: DeferredCopy, pending: PendingCopy, failed: bool) -> None:
@@ -151,30 +152,30 @@ class RunningCopies:
             self._touched.append((places, failed))
 
     def take_touched(self) -> tuple[list[tuple[Place, int]], bool]:
-        """Return, once, the memory written during unconfirmed copies, and whether a copy failed because of a write."""
+        """Return and clear the memory that was written during unconfirmed copies, and whether that made a copy fail."""
         taken = [self._touched.popleft() for _ in range(len(self._touched))]
         return [place for places, _ in taken for place in places], any(failed for _, failed in taken)
 
     def give_up(self) -> None:
-        """Fail the futures of the parent's copies in a forked child, which has no thread to complete them."""
+        """In a forked child, fail the futures of the parent's copies, because no thread completes them."""
         for copy, future in self._running.items():
-            CopyFuture.__init__(future, copy)  # a thread of the parent may have held its locks
+            CopyFuture.__init__(future, copy)  # new locks: a thread of the parent may have held the old ones
             future.fail(StagingError([], "the copy was not complete when this process was forked"))
         self._running, self._failed = {}, deque()
 
     def finish_before_write(self) -> None:
-        """Block until no copy needs the sources, and confirm those copies."""
+        """Block until no copy reads the sources, and confirm the copies. Called before a write."""
         for copy in list(self._running):
             copy.finish_before_write()
 
     def finish_before_free(self, x: torch.UntypedStorage | torch.Tensor) -> None:
-        """Block until no copy reads from a storage, or from the storage of a tensor."""
+        """Block until no copy reads from a storage, or from the storage of a tensor. Called before it is freed."""
         for copy in list(self._running):
             if copy.reads(x):
                 copy.finish_before_write()
 
     def fence(self) -> None:
-        """Confirm complete copies, if this thread has started them."""
+        """Confirm complete copies, if this thread started them."""
         if self._running and threading.get_ident() == self._caller:
             for copy in list(self._running):
                 copy.fence()
@@ -185,7 +186,7 @@ class RunningCopies:
         wait(list(self._running.values()))
 
     def raise_unseen(self) -> None:
-        """Raise, once, the failure of a copy whose future was not read."""
+        """Raise the error of a failed copy whose future was not read. Raises each error once."""
         while self._failed:
             future = self._failed.popleft()
             if not future.seen:
@@ -193,7 +194,7 @@ class RunningCopies:
 
 
 def _named(state: StateDict, error: Exception) -> Exception:
-    """Return the error with the path in ``state`` instead of a tensor index."""
+    """Return an error whose path is the path in ``state``, if the path of ``error`` is a tensor index."""
     if type(error) is StagingError and len(error.path) == 1 and isinstance(error.path[0], int):
         return WrittenWhileStagedError(_path(state, error.path[0]), error.reason)
     return error

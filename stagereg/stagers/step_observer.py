@@ -1,9 +1,9 @@
-"""Detection of writes to an optimizer's tensors between its steps, by a layer in its forward or by the program.
+"""Detects writes to an optimizer's tensors between its steps, by a layer in its forward or by the program.
 
-``nn.Embedding(max_norm=...)`` renormalizes rows of its weight when they are used; a WGAN clamps its critic's weights; a
-codebook is reset. A copy of such tensors cannot wait for the next step of the optimizer. A :class:`StepObserver`
-compares version counters and byte samples after one step and before the next one, during the first steps of an
-optimizer. It also records writes that copies detect later.
+For example, ``nn.Embedding(max_norm=...)`` renormalizes rows of its weight in its forward, a WGAN clamps the weights of
+its critic, and programs reset codebooks. A copy of such a tensor cannot wait until the next step of the optimizer. A
+:class:`StepObserver` compares version counters and byte samples after a step with those before the next step, during
+the first steps of an optimizer. It also records writes that copies detect later.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from stagereg.stagers.guard import written_by
 
 _log = logging.getLogger(__name__)
 
-_INTERVALS = 32  # number of observed intervals between two steps; later, writes are found during copies
-_LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied later
+_INTERVALS = 32  # number of intervals between steps to observe; afterwards, only copies detect writes
+_LEAST_BYTES = 2**14  # smaller tensors in host memory are never copied in the background
 
 Place = tuple[int, int]  # device index and address
 
 
 class StepObserver:
-    """Records which memory of optimizers is written between their steps. For the training thread.
+    """Records the memory of optimizers that is written between their steps. Used on the training thread.
 
     Attributes:
-        written: by place, the bytes that code other than an optimizer has written. Entries are never removed.
+        written: for each place that code other than an optimizer has written, the number of bytes. Never shrinks.
     """
 
     def __init__(self) -> None:
         self.written: dict[Place, int] = {}
-        self._expected: list[torch.Tensor] = []  # strong: torch cannot swap tensors with weak references
+        self._expected: list[torch.Tensor] = []  # not weak: torch cannot swap tensors that have weak references
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._observed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # observed for at least one whole interval
+        self._observed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # observed between two of their steps
         self._stepping: set[int] = set()
         self._intervals = 0
         self._before: _Moment | None = None
@@ -51,19 +51,19 @@ class StepObserver:
         ]
 
     def has_observed(self, optimizer: Optimizer) -> bool:
-        """Return whether a whole interval between two steps of an optimizer was observed."""
+        """Return whether an optimizer was observed between two of its steps."""
         return optimizer in self._observed
 
     def expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Treat tensors as written between steps, instead of the tensors of the previous call."""
+        """Treat ``tensors`` as written between steps. Replaces the tensors of the previous call."""
         self._expected = [*tensors]
 
     def find(self, place: Place, nbytes: int) -> None:
-        """Treat memory as written between steps."""
+        """Record that memory is written between steps."""
         self.written[place] = max(nbytes, self.written.get(place, 0))
 
     def all_written(self) -> dict[Place, int]:
-        """Return ``written``, including the current memory of expected tensors."""
+        """Return :attr:`written`, including the current memory of the tensors passed to :meth:`expect`."""
         for x in self._expected:
             for local in _plain(x):
                 self.find((local.get_device(), local.data_ptr()), local.nbytes)
@@ -74,14 +74,14 @@ class StepObserver:
         for remove in self._removes:
             remove()
 
-    # Steps may be nested, because ZeroRedundancyOptimizer contains an optimizer: an interval contains no step.
+    # Steps may be nested, because ZeroRedundancyOptimizer contains an optimizer. An interval is outside all steps.
 
     def _before_load(self, _: object) -> None:
         self._before = None
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
-        """Suppress errors, so that no optimizer step fails."""
+        """Log errors instead of raising them, so that no optimizer step fails."""
         try:
             yield
         except Exception:
@@ -89,7 +89,7 @@ class StepObserver:
             _log.debug("Cannot observe the tensors of an optimizer.", exc_info=True)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._stepping:  # its last step raised
+        if id(optimizer) in self._stepping:  # the optimizer's last step raised
             self._stepping.clear()
         if not self._stepping and self._before is not None:
             before, self._before = self._before, None
@@ -116,7 +116,8 @@ def _tensors_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 class _Moment:
     """The state of optimizers' tensors after a step: version counters, and samples of tensors in host memory.
 
-    Holds no reference to a tensor: it would keep the memory alive, and torch cannot swap tensors with weak references.
+    Stores no reference to a tensor: it would keep memory alive, and torch cannot swap tensors that have weak
+    references.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -127,11 +128,11 @@ class _Moment:
         self._samples = _samples(self._sampled)
 
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that still exist."""
+        """Return the optimizers that have not been freed."""
         return [each for ref in self._optimizers if (each := ref()) is not None]
 
     def written(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the optimizers' current tensors that were written after this moment."""
+        """Return the tensors, among ``tensors``, that were written after this moment."""
         now = {_identity(x): x for x in tensors}
         found = {key for key, version in self._versions.items() if key in now and now[key]._version != version}
         if now.keys() >= set(self._sampled):  # Without this check, some of the sampled memory may have been freed.
@@ -159,7 +160,7 @@ def _can_be_sampled(x: torch.Tensor) -> bool:
 
 
 def _samples(tensors: Iterable[_Identity]) -> list[bytes]:
-    """Return byte samples of each tensor; all tensors are dense and in host memory."""
+    """Return the byte samples of each tensor. All tensors must be dense and in host memory."""
     starts = [[address + at for at in sample_offsets(nbytes)] for _, address, nbytes in tensors]
     every = list(chain.from_iterable(starts))
     taken, ends = sampler(every, [SAMPLE_BYTES] * len(every))(), accumulate(SAMPLE_BYTES * len(each) for each in starts)

@@ -272,8 +272,7 @@ class DdpJoinable(ReducingJoinable):
     def _announce_reduction(self, is_joined_rank: bool) -> None:
         """Replace DDP's method: announce, with torch's protocol, whether this step reduces gradients.
 
-        If gradients are divided by the number of active ranks, the result, the number of reducing ranks, is the
-        divisor.
+        If gradients are divided by the number of active ranks, the number of reducing ranks is the divisor.
         """
         if self.membership is None:
             work = self.announce_reduction(self.will_reduce)

@@ -40,8 +40,7 @@ class ModuleJoinable(TrackedJoinable):
 
     Args:
         module: the module that the loop body calls.
-        process_group: the ranks that train the module together. ``None``: the group of an FSDP1 module, or the default
-            group.
+        process_group: the ranks that train the module together. ``None``: FSDP1's group, or the default group.
         device: the device of the process group's collectives.
         hook: a hook to use instead of :class:`ModuleHook`, if it can take part in the steps of continuing ranks.
     """

@@ -143,8 +143,7 @@ class ReducingJoinable(TrackedJoinable):
     def optimizer_steps(self) -> list[int]:
         """Return how often each optimizer of this module has stepped in this join. Must be equal on all ranks.
 
-        Excludes SGD without momentum on a DDP module: it has no state, and the parameters are synchronized after the
-        loop.
+        Excludes SGD without momentum on a DDP module: it has no state, and parameters are synchronized after the loop.
         """
         needed = [
             each for each, steps in self._steps.items() if steps > 0 and (self.gathers or not _is_plain_sgd(each))
@@ -230,8 +229,7 @@ class ZeroGradPolicy:
     def confirm(self, is_whole: bool) -> None:
         """Check a reduced step on a rank without data. Ranks with data have published how they began the step.
 
-        Raises: ``JoinError`` if this rank began the step differently. Skipped if it had accumulated under ``no_sync``
-        (``is_whole=False``).
+        Raises: ``JoinError`` if this rank began the step differently, unless ``is_whole`` is False (``no_sync``).
         """
         if not self.store.check(["carried"]):
             return

@@ -36,8 +36,7 @@ class StepJoinable(BuiltInJoinable):
         step: the function, or an optimizer or scheduler whose ``step`` is called. The function may run collectives if
             the active ranks run the same ones.
         after: the joinable of the model whose gradients the function uses. The function is not called in steps that do
-            not reduce these gradients (``no_sync``). ``None``: the nearest such joinable before this joinable in the
-            list.
+            not reduce these gradients (``no_sync``). ``None``: the nearest such joinable before it in the list.
         hook: a hook to use instead of :class:`StepHook`.
     """
 
