@@ -1,7 +1,7 @@
 """Benchmarks for users: ``stagereg bench staging|stall``.
 
-Each benchmark interleaves registered components with torch's implementations in one run, and reports ratios to the
-machine's best speed, measured in the same rounds. ``command`` is the command line, ``measure`` takes the samples,
-``states`` has the state dicts, ``ceiling`` the machine's best speed, ``staging`` and ``stall`` the rows, ``report``
-the output. The project's own benchmarks are in ``tests/benchmarks``.
+Each benchmark measures stagereg's components and torch's implementations alternately, and reports ratios to the ceiling
+(= the highest speed of the machine for the same bytes). ``command`` is the command line, ``measure`` takes the samples,
+``states`` builds the state dicts, ``ceiling`` measures the highest speed, ``staging`` and ``stall`` define the rows,
+and ``report`` prints the results. The project's own benchmarks are in ``tests/benchmarks``.
 """

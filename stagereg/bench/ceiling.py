@@ -1,7 +1,7 @@
-"""The machine's best speed for a number of bytes: a copy in host memory, or from the device to host memory.
+"""The ceiling: the fastest possible copy on this machine, in host memory or from the device to host memory.
 
-Rows are measured against these copies in the same rounds. All memory is touched beforehand. ``memmove`` and
-``device_copy`` return the function to time.
+The ceiling is measured in the same rounds as the rows that are compared with it. All memory is initialized before the
+measurement, so that page faults do not count. ``memmove`` and ``device_copy`` return the function to time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-ROW = "ceiling"  # row that the ratios of all other rows refer to
+ROW = "ceiling"  # name of the row by which the times of all other rows are divided
 
 
 def memmove(nbytes: int) -> Callable[[], torch.Tensor]:
-    """Return a function that copies with two threads; each calls ``memmove`` for half the bytes, without the GIL.
+    """Return a function that copies ``nbytes`` in host memory: two threads each call ``memmove`` for half of them.
 
-    For long copies glibc bypasses the caches. Both blocks use huge pages if available.
+    Neither thread holds the GIL. Memory uses huge pages if available. For long copies, glibc bypasses the CPU caches.
     """
     source, target = (torch.frombuffer(memory(nbytes), dtype=torch.uint8) for _ in range(2))
     crew, half = ThreadPoolExecutor(1), nbytes // 2
@@ -38,14 +38,14 @@ def memmove(nbytes: int) -> Callable[[], torch.Tensor]:
 
 
 def device_copy(nbytes: int, device: str) -> Callable[[], torch.Tensor]:
-    """Return a function that copies from the device to page-locked host memory."""
+    """Return a function that copies ``nbytes`` from the device to page-locked host memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def flush(folder: Path) -> None:
-    """Write every file and directory under ``folder`` to the disk (``fsync``)."""
+    """Flush every file and directory under ``folder`` to the disk (``fsync``)."""
     for place, _, files in os.walk(folder):
         for path in (*(os.path.join(place, name) for name in files), place):
             handle = os.open(path, os.O_RDONLY)
@@ -56,7 +56,7 @@ def flush(folder: Path) -> None:
 
 
 def memory(nbytes: int) -> mmap.mmap:
-    """Return page-aligned, initialized memory, with huge pages if available."""
+    """Allocate and initialize page-aligned memory, with huge pages if available."""
     made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         made.madvise(mmap.MADV_HUGEPAGE)

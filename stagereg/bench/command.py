@@ -1,7 +1,7 @@
 """The command line of ``stagereg bench``.
 
-All arguments are checked before the measurement; torch is imported only for the check. The programs in
-``tests/benchmarks`` share the options and tables through :func:`add_options` and :func:`run`.
+All arguments are checked before the measurement starts. Importing this module does not import torch. The programs in
+``tests/benchmarks`` use :func:`add_options` and :func:`run`, so they have the same options and tables.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def add_options(
     disk: bool = True,
     scale: float | None = 1.0,
 ) -> None:
-    """Add the options of a benchmark: ``there`` returns all names of rows, ``measure`` measures some of them.
+    """Add options to ``parser``. ``there`` returns the names of all rows, ``measure`` measures the selected rows.
 
-    ``disk``: whether the benchmark writes files; ``scale``: the default of ``--scale``, ``None`` for no such option.
+    ``disk``: whether the benchmark writes files. ``scale``: the default of ``--scale``; ``None`` omits this option.
     """
     parser.set_defaults(run=run, there=there, measure=measure, device="cpu")
     add = parser.add_argument
@@ -67,10 +67,10 @@ def add_options(
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Measure, print the tables and write the JSON file; return 1 if a row failed, otherwise 0.
+    """Measure, print the tables and write the JSON file. Return 1 if a row failed, otherwise 0.
 
     Raises:
-        ConfigError: An argument is invalid; nothing was measured.
+        ConfigError: an argument is invalid. Raised before the measurement.
     """
     rows = _check(asked)
     import stagereg.bench.report as report
@@ -132,7 +132,7 @@ def _check_writable(option: str, folder: Path) -> None:
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Parse the comma-separated positive integers of an option. Raises ``ConfigError``."""
+    """Parse the comma-separated positive integers of an option. Raises ``ConfigError`` for other text."""
     names = _names(text)
     found = [decimal(name) or 0 for name in names]
     if 0 in found:
@@ -171,7 +171,7 @@ def _staging(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
 def by_states(
     kind: str, cases: Callable[[State], list[Case]], asked: argparse.Namespace, rows: Sequence[str]
 ) -> list[Group]:
-    """Measure, for each state, the cases with one of ``rows``, and the ceiling that their ratios refer to."""
+    """For each state dict, measure the selected ``rows`` and the ceiling by which their times are divided."""
     import torch
 
     import stagereg.bench.report as report
@@ -214,4 +214,4 @@ _KINDS: dict[str, tuple[str, int, Callable[[argparse.Namespace], list[str]], _Me
     "staging": ("measure the wait for a staged copy, relative to memory speed", 11, _staging_rows, _staging),
     "stall": ("measure how much training time a checkpoint costs", 20, _stall_rows, _stall),
 }
-"""For each benchmark: help, number of rounds, function for the names of rows, and function that measures them."""
+"""By benchmark: help text, default number of rounds, function that lists the rows, function that measures them."""

@@ -1,4 +1,4 @@
-"""The machine and the versions of a measurement, and a warning if the machine is busy."""
+"""Describes the machine and the versions of a measurement, and warns if the machine is busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagereg.base.version import __version__
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return versions, processor, cores, load averages (1, 5, 15 minutes), and for ``cuda`` device and driver."""
+    """Return a dict with versions, processor, cores, load averages over 1, 5 and 15 minutes, and the GPU and driver."""
     import torch
 
     found: dict[str, Any] = {
@@ -33,7 +33,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def noise_warning(load: float, cores: int) -> str:
-    """Return a warning if the 1-minute load average ``load`` is above half the cores, otherwise an empty string."""
+    """Return a warning if the load average ``load`` is above half the number of cores, otherwise an empty string."""
     if load <= cores / 2:
         return ""
     return f"The machine is busy (load {load:.1f} on {cores} cores): the results will be noisy."

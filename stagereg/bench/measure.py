@@ -1,7 +1,7 @@
-"""Measures cases in rounds, each in another order, and computes a median and quartiles for each row.
+"""Measures several cases in rounds, and computes a median and quartiles for each row of the result.
 
-A busy period of the machine affects all cases. The first round is a warm-up. Results of different runs must not be
-compared. The modules ``staging`` and ``stall`` define the rows and their ceilings.
+Each round measures every case once, in a different order, so that a busy period of the machine affects all cases. The
+first round is a warm-up. Compare only results of one run. The modules ``staging`` and ``stall`` define the cases.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from stagereg.errors import LaunchError
 
 T = TypeVar("T")
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this function
 
 
 class Case:
-    """An operation that is measured once per round and yields a sample for each of ``rows``; see :meth:`turn`."""
+    """An operation that is measured once per round. It yields one sample for each of ``rows``; see :meth:`turn`."""
 
     def __init__(self, *rows: str, turn: Callable[[], Iterator[float | None]] | None = None) -> None:
         self.rows = rows
         self._turn = turn
 
     def turn(self) -> Iterator[float | None]:
-        """Run the operation once: yield when it is ready to start, and then when each row's time ends, in order.
+        """Run the operation once, as a generator: ``yield`` at the start, and then at the end of each row's time.
 
-        Code before the first ``yield`` and after the last one is not timed. For a row that is not a time, or that was
-        timed elsewhere, yield its number.
+        Code before the first ``yield`` and after the last one is not timed. To record a number instead of the elapsed
+        time as the sample of a row, yield this number.
         """
         if self._turn is None:
             raise NotImplementedError
         return self._turn()
 
     def sample(self, settle: Callable[[], None], clock: Callable[[], float]) -> Mapping[str, float]:
-        """Run the operation once and return seconds by row; ``settle`` waits for the device before the last row."""
+        """Run the operation once, and return the seconds by row. ``settle``: waits until the device is idle."""
         turn = self.turn()
         next(turn)
         settle()
@@ -65,7 +65,7 @@ class Case:
         return dict(zip(self.rows, seconds, strict=True))
 
     def prove(self) -> None:
-        """Raise if the measured operation gives wrong results. Called once, after the last round."""
+        """Raise an error if the measured operation gives wrong results. Called once, after the last round."""
 
     def close(self) -> None:
         """Release all resources. Called once, after the last round of all cases."""
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass
 class Series:
-    """The result of a row: seconds of each round in order, or the failure."""
+    """The result of a row: the seconds in each round, or the error if the case failed."""
 
     row: str
     samples: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Series:
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the first and third quartile, interpolated."""
+    """Return the first and the third quartile, interpolated between samples."""
     if len(samples) == 1:
         return samples[0], samples[0]
     first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -102,13 +102,14 @@ def interleave(
     what: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Series]:
-    """Measure ``cases`` in rounds: one warm-up round, then ``rounds`` rounds; then call ``prove`` of each case.
+    """Measure ``cases`` in one warm-up round and ``rounds`` further rounds. Then call ``prove`` of each case.
 
-    The order changes each round but is the same in all runs and on all ranks. Before each sample freed memory returns
-    to the system; otherwise a case that allocates memory would sometimes get pages already touched. A case that fails
-    is excluded from then on, with the reason, and loses its earlier samples.
+    Each round has a different order, which is the same in all runs and on all ranks. Before each sample, freed memory
+    is returned to the system; otherwise a case that allocates memory would sometimes get pages that are already mapped.
+    If a case fails, it does not run again, and its result is the error instead of samples.
 
-    ``settle`` returns when the device is idle; ``before_round`` is not timed; ``what`` is for the progress line.
+    ``settle``: waits until the device is idle. ``before_round``: called before each round, not timed. ``what``: text
+    for the progress line.
     """
     series = {case: [Series(row) for row in case.rows] for case in cases}
     alive = list(cases)
@@ -125,7 +126,7 @@ def interleave(
         for number in range(rounds + 1):
             output.progress(f"{what}: round {number} of {rounds}")
             before_round()
-            gc.collect()  # all generations once per round: slower than most samples
+            gc.collect()  # A full collection takes longer than most samples, so run it only once per round.
             for case in random.Random(number).sample(alive, len(alive)):
                 gc.collect(1)
                 if _malloc_trim is not None:
@@ -145,11 +146,11 @@ def interleave(
 
 
 def peaks(cases: Sequence[Case]) -> dict[str, int]:
-    """Return each row's peak host memory in bytes, above the memory of the process before the case.
+    """Return by row the peak of host memory in bytes, in addition to the memory of the process before the case.
 
-    Call this function after all cases are closed: each case is run twice, so that the second run finds cached memory,
-    and closed again. The peak is the resident memory of this process (``VmHWM``), which on Linux excludes memory that a
-    driver allocated. A case that fails has no entry; without ``VmHWM`` no case has one.
+    Call this function after all cases are closed. Each case runs twice, so that the second run uses cached memory, and
+    is closed again. The peak is ``VmHWM``, the resident memory of this process, without memory that a driver allocated.
+    A case that fails has no entry. On a system without ``VmHWM``, the result is empty.
     """
     found: dict[str, int] = {}
     for case in cases:
@@ -157,7 +158,7 @@ def peaks(cases: Sequence[Case]) -> dict[str, int]:
         if _malloc_trim is not None:
             _malloc_trim(0)
         with suppress(Exception):
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident memory
+            Path("/proc/self/clear_refs").write_text("5")  # This resets VmHWM to the current resident memory.
             before = memory("VmRSS")
             for _ in range(2):
                 deque(case.turn(), maxlen=0)
@@ -168,7 +169,7 @@ def peaks(cases: Sequence[Case]) -> dict[str, int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress stagereg's hints about single stagers, warnings, and torch's log."""
+    """Suppress warnings, log messages of stagereg below ERROR, and the log of torch's checkpoint process."""
     from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 
     log = logging.getLogger("stagereg")
@@ -195,10 +196,10 @@ def _save_quietly(*args: Any) -> None:
 def in_own_process(task: Callable[..., T], *args: Any, **environment: str) -> T:
     """Run ``task(*args)`` in a new process with additional environment variables, and return its result.
 
-    Unlike a rank of ``run_ranks``, the process imports torch with these variables and has no process group.
+    Unlike a rank of ``run_ranks``, the process imports torch after these variables are set, and has no process group.
 
     Raises:
-        LaunchError: The task raised, or its process died.
+        LaunchError: the task raised an error, or its process died.
     """
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:

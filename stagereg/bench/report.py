@@ -1,4 +1,4 @@
-"""The output of a benchmark: tables, and a JSON document with every sample."""
+"""Formats the results of a benchmark as tables, and as JSON with every sample."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stagereg.bench.measure import Series, spread
 class Line:
     """A row of a table."""
 
-    row: str  # name
-    cells: Sequence[str] = ()  # other columns; empty if the row failed
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # one per round, by metric
+    row: str  # name of the row
+    cells: Sequence[str] = ()  # texts of the other columns; empty if the row failed
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by metric: one sample per round
     figures: Mapping[str, float | list[float]] = field(default_factory=dict)  # other metrics: a value, or one per rank
     failure: str = ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that were measured together and may be compared, with the heads of their columns."""
+    """Rows that were measured together, so that they can be compared, and the heads of their columns."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ class Group:
 
 
 def of_series(name: str, title: str, series: Sequence[Series], ceiling: str, peaks: Mapping[str, float]) -> Group:
-    """Build a group with ratios to the row ``ceiling``; ``peaks``: host memory by row, relative to the state."""
+    """Build a group, with ratios to the row ``ceiling``. ``peaks``: peak memory by row, divided by the state's size."""
     top = next(one for one in series if one.row == ceiling)
     lines = []
     for one in series:
@@ -60,7 +60,7 @@ def show(groups: Sequence[Group]) -> None:
 
 
 def plain(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the groups with every sample in seconds, for JSON."""
+    """Convert the groups to JSON types, with every sample in seconds."""
     return {"groups": [{"name": each.name, "title": each.title, "rows": [*map(_row, each.lines)]} for each in groups]}
 
 

@@ -1,8 +1,8 @@
-"""``stagereg bench staging``: how long a training loop waits for a staged copy, relative to memory speed.
+"""``stagereg bench staging``: how long a training loop waits for a staged copy, relative to a plain memory copy.
 
-Each state dict has one group of rows. Warm rows are the second and later calls of one stager; the copy is released
-before the next call. ``first:`` rows are the construction and first call of a new stager in each round. The state
-changes before every round. After the rounds the copy of every stager is compared with the state.
+There is one group of rows for each state dict. Most rows show the second and later calls of one stager, whose copy is
+released before the next call. A row ``first:NAME`` shows the construction and the first call of a new stager in each
+round. The state changes before every round. After the last round, each stager's copy is compared with the state.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from stagereg.errors import StagingError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager
 
-_BACKGROUND = ("overlapped",)  # stage() returns before the copy is complete, so each has two rows
+_BACKGROUND = ("overlapped",)  # stagers whose stage() returns before the copy is complete, so they have two rows
 
 _Make = Callable[[], AsyncStager]
 
 
 class Warm(Case):
-    """The second and later calls of one stager. Rows: the time in ``stage`` (only if two), and the total time."""
+    """Measures the second and later calls of one stager. Rows: the time in ``stage`` (if two rows), the total time."""
 
     def __init__(self, rows: tuple[str, ...], make: _Make, state: State) -> None:
         super().__init__(*rows)
@@ -48,7 +48,7 @@ class Warm(Case):
         del copy  # not timed
 
     def prove(self) -> None:
-        """Raise if the copy differs from the state or shares its memory."""
+        """Raise ``StagingError`` if the copy differs from the state, or shares memory with it."""
         assert self._stager is not None
         copy = _complete(self._stager, self._stager.stage(self._state.tree))
         for mine, theirs in zip(tensors(copy), tensors(self._state.tree), strict=True):
@@ -64,7 +64,7 @@ class Warm(Case):
 
 
 def cases(state: State, device: str) -> list[Case]:
-    """Return the cases of one state dict, with a ceiling first and last; stagers are built at their first sample."""
+    """Return the cases for one state dict, with a ceiling first and last. Each stager is built at its first sample."""
     makes: dict[str, _Make] = {name: functools.partial(build, "stager", name) for name in names("stager")}
     torchs: dict[str, _Make] = {
         "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
@@ -77,7 +77,7 @@ def cases(state: State, device: str) -> list[Case]:
     return [
         top,
         *(Warm(two_times.get(name, (name,)), make, state) for name, make in {**makes, **torchs}.items()),
-        _first("torch:per_save", torchs["torch:kept"], state),  # as torch's async_save does
+        _first("torch:per_save", torchs["torch:kept"], state),  # torch's async_save also builds a stager per save
         *(_first(f"first:{name}", make, state) for name, make in makes.items()),
         Warm(("again:pinned_cached",), makes["pinned_cached"], state),
         again,

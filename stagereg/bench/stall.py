@@ -1,10 +1,10 @@
-"""``stagereg bench stall``: the time that a checkpoint costs the training.
+"""``stagereg bench stall``: how much training time a checkpoint costs.
 
-A transformer whose weights and Adam state are 168 MiB at full scale is trained on random tokens. A segment is one
-checkpoint, four steps, and a wait until the checkpoint is durable. *Lost* is the time of a segment minus four adjacent
-steps without a checkpoint: before the segment in one round, after it in the next, so that a drift of the machine's
-speed has no effect. Each round has such a pair for every way to save and one without a save, the A/A row. Each number
-of torch threads has one group, measured in its own process, since that number should be set at process start.
+The benchmark trains a transformer on random tokens; weights and Adam state are 168 MiB at full scale. A segment is one
+checkpoint, four steps, and the wait until the checkpoint is durable. The lost time is the time of a segment minus that
+of four steps without a checkpoint. These four steps run before the segment in one round, and after it in the next, so
+that a drift of the machine's speed has no effect. Each round measures every way to save, and no save at all (the A/A
+row, which shows the noise). Each number of torch threads has one group, which is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.registry import build
 
 BASE = "none"
-"""The A/A row, without a checkpoint."""
+"""Name of the A/A row, which compares steps without a checkpoint with each other."""
 
 _TORCHS = ("torch:async_save", "torch:process")
 _STAGERS = ("blocking", "pinned_cached", "overlapped")
@@ -38,10 +38,10 @@ _STORAGES = ("dcp", "torch_dcp")
 
 
 class StallTraining:
-    """A transformer with Adam and its training step."""
+    """The transformer to train, its Adam optimizer, and one training step."""
 
     STEPS = 4
-    """Steps per segment."""
+    """Number of steps in a segment."""
 
     _WORDS, _WIDTH, _HEADS, _LAYERS = 512, 384, 8, 8
     _BATCH, _LENGTH = 2, 64
@@ -73,9 +73,9 @@ class StallTraining:
 
 
 class Segment(Case):
-    """Four undisturbed steps, then a checkpoint and four steps that it may disturb; this base class saves nothing.
+    """Measures four steps without a checkpoint, and a segment with one. This base class does not save anything.
 
-    Rows: the four undisturbed steps, the time in ``save``, and the segment.
+    Rows: the time of the four steps without a checkpoint, the time in ``save``, and the time of the segment.
     """
 
     def __init__(self, row: str, training: StallTraining, folder: Path) -> None:
@@ -85,7 +85,7 @@ class Segment(Case):
         self._turns = 0
 
     def turn(self) -> Iterator[float | None]:
-        """Train with and without a checkpoint. An untimed step in between absorbs after-effects."""
+        """Train with and without a checkpoint. An untimed step in between separates the two measurements."""
         self.prepare()
         self._turns += 1
         self._rest()
@@ -112,15 +112,15 @@ class Segment(Case):
         return time.perf_counter() - began
 
     def prepare(self) -> None:
-        """Prepare a checkpoint. Not timed."""
+        """Prepare for a save, for example delete old files. Not timed."""
 
     def save(self) -> Callable[[], None]:
-        """Start a checkpoint; return a function that waits until the checkpoint is durable."""
+        """Start a save. Return a function that waits until the checkpoint is durable."""
         return lambda: None
 
 
 class TorchAsyncSave(Segment):
-    """torch's ``async_save``, with default options or with a writer process and one stager in shared memory."""
+    """Saves with torch's ``async_save``, by default options, or with a writer process and a stager in shared memory."""
 
     _stager: DefaultStager | None = None
 
@@ -129,7 +129,7 @@ class TorchAsyncSave(Segment):
             shutil.rmtree(old)
 
     def save(self) -> Callable[[], None]:
-        """Start ``async_save``; return a function that waits for it and then flushes the files."""
+        """Start ``async_save``. Return a function that waits for the save and then flushes the files."""
         options: dict[str, Any] = {}
         if self.rows[-1] == "torch:process":
             self._stager = self._stager or DefaultStager(StagingOptions(False, True, False, False))
@@ -150,7 +150,7 @@ class TorchAsyncSave(Segment):
 
 
 class Checkpoints(Segment):
-    """The project's checkpointer with a stager and a storage."""
+    """Saves with stagereg's checkpointer; the name of the row contains the stager and the storage."""
 
     _checkpointer: Any = None
     _step = 0
@@ -178,12 +178,12 @@ def row_names() -> list[str]:
 
 
 def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, device: str, folder: Path) -> list[Series]:
-    """Measure ``rows`` in a new process with ``threads`` torch threads; ``folder`` must be empty.
+    """Measure ``rows`` in a new process with ``threads`` torch threads. ``folder`` must be empty.
 
     Raises:
-        LaunchError: The process failed.
+        LaunchError: the process failed.
     """
-    # Without MASTER_ADDR, torch's writer process uses the machine's name, which may not resolve.
+    # Set MASTER_ADDR, because torch's writer process would otherwise use the host name, which may not resolve.
     environment = {"OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1"}
     return in_own_process(_train, rows, rounds, threads, scale, device, folder, **environment)
 
@@ -204,7 +204,7 @@ def _train(rows: Sequence[str], rounds: int, threads: int, scale: float, device:
 
 
 def group(name: str, title: str, series: Sequence[Series]) -> Group:
-    """Build the rows of a table from samples: the lost time, and the time in ``save``."""
+    """Build a group of rows from the samples of all cases: the lost time, and the time in ``save``."""
     by_row = {one.row: one for one in series}
     lines: list[Line] = []
     for one in series:

@@ -6,7 +6,8 @@ gpt    a GPT of 295 MiB with its Adam state: 886 MiB, 592       a typical checkp
 small  20,000 tensors of 1 to 4 KiB: 49 MiB                     the cost per tensor
 ====== ======================================================== ==========================================
 
-``scale`` reduces the bytes by a factor: gpt becomes narrower, large gets shorter tensors, small gets fewer tensors.
+``scale`` multiplies the number of bytes: it changes the width of gpt, the length of large's tensors, and the number of
+small's tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Fill = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class State:
-    """A state dict."""
+    """A state dict of a benchmark."""
 
     tree: dict[str, Any]
 
@@ -33,7 +34,7 @@ class State:
         return sum(x.nbytes for x in tensors(self.tree))
 
     def change(self) -> None:
-        """Change every value, like an optimizer step."""
+        """Change every value in place, like an optimizer step."""
         for x in tensors(self.tree):
             x.add_(1.0)
 
@@ -45,7 +46,7 @@ def make(name: str, scale: float = 1.0, device: str = "cpu") -> State:
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """Return every tensor in nested dicts and lists, in order."""
+    """Return all tensors in nested dicts and lists, in order."""
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
@@ -79,9 +80,9 @@ def _adam(parameters: Sequence[torch.Tensor], fill: _Fill) -> dict[str, Any]:
 
 
 def shrunk(size: int, scale: float) -> int:
-    """Return the side of a matrix that has ``scale`` times the bytes of one with side ``size``."""
+    """Return the side of a square matrix with ``scale`` times as many elements as a matrix with the side ``size``."""
     return max(1, round(size * math.sqrt(scale)))
 
 
 STATES: dict[str, Callable[[float, _Fill], State]] = {"large": _large, "gpt": _gpt, "small": _small}
-"""The builders of the state dicts, by name."""
+"""The functions that build the state dicts, by name."""

@@ -354,7 +354,7 @@ def _refuse_arguments(method: str, given: dict[str, Any]) -> None:
 
 
 def _sought(where: str, is_project: bool, has_tier: bool) -> tuple[str | None, bool]:
-    """Return the path to load, or ``None`` without one, and whether stagereg (not accelerate) saved it."""
+    """Return the path to load, or ``None`` if none exists, and whether stagereg (not accelerate) saved it."""
     if is_project and (old := _highest(where, _OLD_NAME)) > _highest(where, _STEP):
         return f"{where}/checkpoint_{old}", False
     if is_project and has_tier:  # The tier may have a newer checkpoint than the directory.

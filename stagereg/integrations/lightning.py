@@ -102,8 +102,8 @@ class StageregCheckpointIO(CheckpointIO):
             )
         if shards and not strategy._save_distributed_checkpoint:
             raise ConfigError(
-                f"StageregCheckpointIO saves sharded checkpoints. Remove {kind.__name__}(save_distributed_checkpoint="
-                "False). `stagereg convert` turns a checkpoint into one file."
+                "StageregCheckpointIO saves only sharded checkpoints. Remove the argument save_distributed_checkpoint="
+                f"False of {kind.__name__}. `stagereg convert` converts a checkpoint to a single file."
             )
         self._strategy, attached = strategy, saving(self, strategy)
         for name in [name for name in dir(saving) if not name.startswith("_")]:

@@ -84,7 +84,7 @@ class ResumedFit:
         self._began["batch"] = _generators()
 
     def _skip(self, fetcher: Any, done: int, loaded: dict[str, Any]) -> None:
-        """Skip the first ``done`` batches of an epoch, whose samplers already have its number."""
+        """Skip the first ``done`` batches of the epoch. The samplers already have the epoch's number."""
         self._began, loaders = loaded.get("began", {}), loaded.get("loaders")
         joined = [each for each in fetcher.combined_loader.flattened if isinstance(each, JoinedLoader)]
         if loaders:  # Lightning restores the position of rank 0 on every rank

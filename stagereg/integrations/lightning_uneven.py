@@ -130,7 +130,7 @@ class UnevenInputs(pl.Callback):
 
 
 class JoinedLoader:
-    """Yields ``length`` batches on each rank, empty ones after the end of ``loader``. The next epoch skips ``skip``."""
+    """Yields ``length`` batches on each rank, empty ones after the end of ``loader``. Skips ``skip`` batches once."""
 
     skip = 0
 

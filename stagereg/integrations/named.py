@@ -257,7 +257,7 @@ def delete(path: Path, store: Path | None = None) -> None:
         for each in _saved_in(path):
             delete(each, store)
         other = printable(others[0], lines=False)
-        _log.warning("stagereg: did not delete %s, but only its checkpoints: it also contains %s", path, other)
+        _log.warning("stagereg: deleted only the checkpoints in %s, because it also contains %s", path, other)
     else:
         shutil.rmtree(path.rename(_hidden(store)) if store.is_dir() else path)
 

@@ -176,7 +176,7 @@ class _RayRank(Rank):
         return self.rank == min(set(range(self.world_size)) - self.failed_ranks(), default=self.rank)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Run the emergency save while the main thread is kept busy, because Ray then stops the worker later."""
+        """Run the emergency save, and keep the main thread busy, so that Ray waits up to 5 s before it stops it."""
         self.worker.execute.remote(_hold)
         save()
         _saved.set()
@@ -189,7 +189,7 @@ class _RayRank(Rank):
 
 
 def _newest(cfg: Any) -> str | None:
-    """Return the key of the newest checkpoint in ``checkpoint.dir`` (not in tiers), or ``None`` without one."""
+    """Return the key of the newest checkpoint in ``checkpoint.dir`` (not in tiers), or ``None`` if none exists."""
     where = OmegaConf.select(cfg, "checkpoint.dir")
     found = None if where is None else open_store(where).latest()
     return None if found is None else found.key
@@ -267,7 +267,7 @@ def _expect_hydra(what: str) -> None:
 
 
 def _forget_deleted(directory: Path) -> None:
-    """Remove deleted checkpoints from Ray's list, because Ray refuses to restart a run if a listed one is missing."""
+    """Remove deleted checkpoints from Ray's list. Ray does not restart a run if a checkpoint in the list is missing."""
     snapshot = directory / _SNAPSHOT
     if not snapshot.exists():
         return

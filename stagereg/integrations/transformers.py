@@ -154,7 +154,7 @@ class _Run:
         return output
 
     def _restore_trainer(self) -> bool:
-        """Verify the checkpoint to resume from, and write its Trainer state to ``folder``. Return False without one."""
+        """Verify the checkpoint to resume from, and write its Trainer state to a file. Return False if none exists."""
         state = {"trainer": ""}
         if self.checkpointer.restore(state) is None:
             return False
@@ -235,7 +235,9 @@ class _StageregTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
         if trial is not None or self.hp_search_backend is not None:
-            raise ConfigError("StageregCallback does not support hyperparameter_search: it requires one directory.")
+            raise ConfigError(
+                "StageregCallback does not support hyperparameter_search, because all trials would share one directory."
+            )
         train = super().train
         return self.stagereg.train(resume_from_checkpoint, lambda path: train(path, None, ignore_keys_for_eval))
 

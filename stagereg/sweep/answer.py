@@ -1,4 +1,4 @@
-"""The result of a sweep: a headline of at most ten words and its evidence in a few sentences."""
+"""Summarizes the result of a sweep: a headline of at most ten words, and a few sentences with the evidence."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _CLAIMS = {
     "write_gib_per_s": "writes fastest: {}",
     "peak_host_gib": "needs least host memory: {}",
 }
-_WORDS = 3  # maximum number of parameters in a label of a headline
-_ENOUGH = 10  # number of runs to suggest if fewer runs do not decide
+_WORDS = 3  # maximum number of parameters that the headline shows for a combination
+_ENOUGH = 10  # number of runs per combination to suggest if fewer runs show no significant difference
 _WORD = re.compile(r"(?!(?:true|false|null|none|nan|inf|on|off|yes|no)$)[a-z][\w.:/-]*", re.IGNORECASE)
-"""Values that are clear without the name of the option."""
+"""Values that the headline shows without the name of the option, because they are clear alone."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a sweep."""
+    """The summary of a sweep."""
 
-    headline: str  # one sentence of at most ten words
-    evidence: tuple[str, ...] = ()  # sentences
-    command: str = ""  # command line that runs the best combination again, or empty
+    headline: str  # a sentence of at most ten words
+    evidence: tuple[str, ...] = ()  # further sentences
+    command: str = ""  # command line that runs the best combination again; empty if unknown
 
     @property
     def text(self) -> str:
@@ -41,7 +41,7 @@ class Answer:
 
 
 def answer(comparison: Comparison) -> Answer:
-    """Return the best combination with the evidence, or that no difference is significant."""
+    """Summarize a comparison: which combination is best and why, or that no difference is significant."""
     name, best = comparison.ranking.name, comparison.best
     if best is None:
         return _none(comparison)
@@ -120,7 +120,6 @@ def _value(comparison: Comparison, row: ComparisonRow) -> str:
 
 
 def _label(row: ComparisonRow, other: ComparisonRow) -> str:
-    """Return the parameters of ``row`` that differ from ``other``, shortened."""
     differ = {key: value for key, value in row.parameters.items() if other.parameters.get(key) != value}
     if not differ:
         return row.versions or row.label
@@ -131,7 +130,7 @@ def _label(row: ComparisonRow, other: ComparisonRow) -> str:
 
 
 def _noise(comparison: Comparison, best: ComparisonRow, rival: ComparisonRow) -> list[str]:
-    """Return how much the A/A row differs from the row it repeats."""
+    """Return a sentence about the noise: by how much the A/A row differs from the combination that it repeats."""
     name = comparison.ranking.name
     for row in comparison.rows:
         same = (each for each in comparison.rows if not each.again and each.parameters == row.parameters)
@@ -160,7 +159,7 @@ def _none(comparison: Comparison) -> Answer:
 
 
 def _unranked(comparison: Comparison, best: ComparisonRow) -> list[str]:
-    """Return a sentence about the best combination that cannot be ranked, if it looks better."""
+    """If a combination that cannot be ranked looks better than the best, return a sentence about it."""
     name, sign = comparison.ranking.name, comparison.ranking.sign
     rows = [row for row in comparison.rows if not row.again and name in row.cells]
     better = [row for row in rows if sign * row.cells[name].median < sign * best.cells[name].median]

@@ -1,7 +1,7 @@
-"""``hydra/callbacks=compare``: each job writes a ``result.json``, and a sweep ends with the comparison of its jobs.
+"""``hydra/callbacks=compare``: each job writes a ``result.json``, and at the end of a sweep the jobs are compared.
 
-Hydra calls the callback around every job, in the job's process, and at the start and end of a sweep, in the program.
-An error such as an unknown metric stops the sweep before the first job; a later error does not affect job results.
+Hydra calls the callback before and after every job, in the job's process, and before and after a sweep, in the program.
+An error such as an unknown metric stops the sweep before the first job. A later error does not affect job results.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ log = logging.getLogger(__name__)
 
 _SWEEPS_OWN = re.compile(r"hydra[./](mode|run|sweep|sweeper|launcher)([./]|$)")
 _in_use = contextlib.ExitStack()  # holds the lock of the sweep's directory until the process terminates
-_CLOCKS_S = 1.0  # seconds by which the clocks of a job and its ranks may differ
+_CLOCKS_S = 1.0  # seconds by which the clocks of the job process and of its ranks may differ
 
 
 class Compare(Callback):
     """The Hydra callback that compares the jobs of a sweep.
 
     Args:
-        metric: metric that ranks combinations, and the value for a sweeper that searches; ``None`` ranks by the stall
-            of a checkpoint if known, otherwise by the loss, and gives the sweeper the return value of the task.
-        direction: ``"minimize"``, ``"maximize"``, or ``None`` for the metric's own direction.
+        metric: the metric that ranks combinations. A sweeper that optimizes, such as Optuna's, gets its value, too.
+            ``None``: rank by the stall of a checkpoint if it is known, otherwise by the loss; the sweeper gets the
+            return value of the task.
+        direction: ``"minimize"`` or ``"maximize"``; ``None`` uses the default direction of the metric.
         matters: see :func:`~stagereg.sweep.comparison.compare`.
     """
 
@@ -64,11 +65,11 @@ class Compare(Callback):
         self, metric: str | None = None, direction: str | None = None, matters: float | str | None = None
     ) -> None:
         self._metric, self._direction, self._matters = metric, direction, matters
-        # The user's command line up to the overrides. Launcher workers get a copy, since they cannot read the command
-        # line; a rank of torchrun has none.
+        # The user's command line without overrides. Workers of a launcher get it in the pickled callback. A rank under
+        # torchrun has none.
         command = CommandLine.of_this_process()
         self._start = [] if is_rank() else [sys.orig_argv[0], *command.start[1:], *command.flags]
-        self._sweeps_by_config = not parsed(sys.argv[1:]).multirun  # for a sweep: a config sets hydra.mode=MULTIRUN
+        self._sweeps_by_config = not parsed(sys.argv[1:]).multirun  # in a sweep: a config sets hydra.mode
         self._config = ""
         self._begin()
 
@@ -89,11 +90,11 @@ class Compare(Callback):
         self._load = os.getloadavg()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Write the job's ``result.json``; in a sweep, continue after a failure and set the value for the sweeper."""
-        if SchedulerTask.current().index > 0:  # if several tasks are one run, only the first has the return value
+        """Write the job's ``result.json``. In a sweep, also ignore a failure, and set the value for the sweeper."""
+        if SchedulerTask.current().index > 0:  # If several scheduler tasks form a run, only the first one writes.
             return
         failed = job_return.status != JobStatus.COMPLETED
-        value = job_return._return_value  # the public property would raise the job's error
+        value = job_return._return_value  # The public property would raise the error of the job.
         found: dict[str, float] = {}
         try:
             result = self._result(config, None if failed else value, value if failed else None)
@@ -149,7 +150,7 @@ class Compare(Callback):
                 "its jobs from 0: they would resume from these jobs and overwrite their results. Choose another "
                 "hydra.sweep.dir, delete this directory, or use hydra/sweeper=interleaved."
             )
-        if Plan.read(directory) is not None:  # the jobs of that sweep were deleted
+        if Plan.read(directory) is not None:  # The plan of an earlier sweep whose jobs were deleted.
             (directory / PLAN).unlink()
 
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
@@ -214,7 +215,7 @@ def _stop(error: Exception, advice: str = "") -> NoReturn:
 
 
 def _one_text(error: BaseException) -> str:
-    # `format_error` depends on a switch of Hydra that stagereg.main sets while callbacks run.
+    # `format_error` is not used for stagereg's errors: it depends on a switch that stagereg.main sets during callbacks.
     return str(error) if isinstance(error, StageregError) else format_error(error)
 
 
@@ -227,7 +228,7 @@ def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
 
 
 def _run(directory: Path, began: float) -> Run | None:
-    """Return the records of the ranks; ``None`` if the directory only has records of an earlier run."""
+    """Return the records of the job's ranks, or ``None`` if the directory contains only records of an earlier run."""
     with contextlib.suppress(ConfigError):
         if (run := Run.read(directory)).began >= began - _CLOCKS_S:
             return run
@@ -235,13 +236,13 @@ def _run(directory: Path, began: float) -> Run | None:
 
 
 def _resumed(run: Run | None, began: float) -> tuple[int | None, bool, str]:
-    """Return the step a job resumed from, whether it trained a step since its start, and its checkpoint directory."""
-    if run is None:  # a job without records ran in this process
+    """Return the step from which a job resumed, whether it trained after its start, and its checkpoint directory."""
+    if run is None:  # A job without records ran in this process, where `record.latest` has the same facts.
         found = record.latest.get("resumed", {})
         return found.get("step"), bool(record.latest.keys() - {"resumed"}), found.get("dir", "")
     attempts = [each.ranks[0] for each in run.attempts if each.ranks[0].first >= began - _CLOCKS_S]
     step, checkpoints, _ = next((each.resumed for each in reversed(attempts) if each.resumed), (None, "", 0.0))
-    last = max((at for each in attempts for at, _ in each.steps), default=0)  # or from stagereg.log
+    last = max((at for each in attempts for at, _ in each.steps), default=0)
     stepped = last > (step or 0) or any(each.started or each.stalls for each in attempts)
     return step, stepped, checkpoints
 
@@ -259,7 +260,7 @@ def _environment(run: Run | None) -> dict[str, Any]:
 
 
 def _error_text(error: Exception) -> str:
-    """Return an error with its cause in the first line and a traceback, if any, below."""
+    """Format an error: the cause in the first line, then the traceback, if the error has one."""
     text = _one_text(error)
     head, found, _ = text.partition("Traceback (most recent call last):\n")
     if not found or "\n" in head:

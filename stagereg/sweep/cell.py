@@ -1,4 +1,4 @@
-"""A metric of one combination, and the test whether two combinations differ."""
+"""The values of one metric for one combination, and the test whether two combinations differ."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from stagereg.sweep.number_text import percent
 from stagereg.sweep.rank_sum import FEWEST, LEVEL, least_p_value, p_value
 
-EQUAL, FEW = "the values are equal", "there are fewer than 4 runs"  # reasons for ties without a test
-_RANGE = 5  # maximum number of values for a range from minimum to maximum; for more, it is the interquartile range
-_FAR_OFF = 14.826  # median absolute deviations beyond which a run is an outlier, as in hyperfine
-_ROUNDING = 1e-6  # relative difference that rounding errors may cause
+EQUAL, FEW = "the values are equal", "there are fewer than 4 runs"  # reasons why two cells tie without a test
+_RANGE = 5  # The range is minimum to maximum for up to 5 values, and the interquartile range for more values.
+_FAR_OFF = 14.826  # A run is an outlier beyond this number of median absolute deviations, as in hyperfine.
+_ROUNDING = 1e-6  # maximum relative difference that counts as a rounding error
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A metric of one combination."""
+    """The values of one metric for one combination: a cell of the comparison table."""
 
-    median: float  # NaN if a value is NaN
-    values: tuple[float, ...]  # one per completed job, in order; may include NaN and infinity
+    median: float  # NaN if any value is NaN
+    values: tuple[float, ...]  # one value for each completed job, in job order; may include NaN and infinity
     low: float  # minimum, or first quartile if there are more than five values
     high: float  # maximum, or third quartile if there are more than five values
-    outliers: tuple[str, ...] = ()  # names of jobs whose value is an outlier
-    verdict: str = ""  # `"best"` of its column, `"tie"` with the best, or empty
-    reason: str = ""  # reason for the tie
-    chance: float = 1.0  # p-value of the difference from the best
+    outliers: tuple[str, ...] = ()  # names of the jobs whose value is an outlier
+    verdict: str = ""  # `"best"` of the column, `"tie"` with the best, or empty
+    reason: str = ""  # why the cell ties with the best
+    chance: float = 1.0  # p-value of the difference from the best cell
 
     @classmethod
     def of(cls, values: Sequence[float], jobs: Sequence[str] = ()) -> Cell:
-        """Summarize ``values``, one for each name in ``jobs``."""
+        """Build a cell from the values of a metric and the names of their jobs."""
         if any(map(math.isnan, values)):
             return cls(math.nan, tuple(values), math.nan, math.nan)
         low, high = min(values), max(values)
@@ -45,19 +45,19 @@ class Cell:
         return all(map(math.isfinite, self.values))
 
     def differs_by(self, other: Cell) -> float:
-        """Return the difference of the medians relative to the larger one, from 0 to 2."""
+        """Return the difference of the medians, divided by the larger absolute median: from 0 to 2."""
         if math.isclose(self.median, other.median, rel_tol=_ROUNDING):
             return 0.0
         return abs(self.median - other.median) / max(abs(self.median), abs(other.median))
 
 
 def ties(best: Cell, rivals: Sequence[Cell], matters: float = 0.0, unsteady: float = 0.0) -> list[str]:
-    """Return for each rival the reason for its tie with the best; empty if the difference is significant.
+    """Return for each rival why it ties with the best cell, or an empty string if the difference is significant.
 
-    If each rival's test alone is significant, no rival ties; for equal rows this happens in at most 5 % of sweeps.
-    Otherwise Holm's correction (Scandinavian Journal of Statistics 6(2), 1979) makes the tests stricter, so that few of
-    many equal rows lose their tie; complete separation is always significant. ``unsteady`` is the relative difference
-    of an A/A pair that the test found significant, otherwise 0.
+    If the test of every rival is significant at 5 %, no rival ties; this has a probability of at most 5 % if all rows
+    are equal. Otherwise, Holm's correction for multiple tests applies (Scandinavian Journal of Statistics 6(2), 1979),
+    but a complete separation of the values always counts as significant. ``matters``: relative difference up to which
+    cells tie. ``unsteady``: relative difference of an A/A pair if it is significant, otherwise 0.
     """
     reasons = [_no_test(best, rival, matters, unsteady) for rival in rivals]
     chances = {at: p_value(best.values, rivals[at].values) for at, why in enumerate(reasons) if not why}
@@ -73,7 +73,7 @@ def ties(best: Cell, rivals: Sequence[Cell], matters: float = 0.0, unsteady: flo
 
 
 def _no_test(best: Cell, rival: Cell, matters: float, unsteady: float) -> str:
-    """Return why two cells tie without a test; empty if the test decides."""
+    """Return why two cells tie without a significance test, or an empty string if the test must decide."""
     difference = best.differs_by(rival)
     if difference == 0:
         return EQUAL

@@ -1,8 +1,8 @@
 """Compares the jobs of a sweep: builds a row for each combination of parameters, and finds the rows that tie.
 
-A row ties with the best unless both have at least four runs, their medians differ by more than ``matters``, and a
-rank-sum test is significant. Only completed jobs count. A combination with a failed run, or with a run without a finite
-value, is never best.
+A row differs from the best row if both have at least four runs, their medians differ by more than ``matters``, and a
+rank-sum test is significant. Otherwise the row ties with the best row. Only completed jobs count. A combination with a
+failed run, or with a run without a finite value, is never best.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from stagereg.sweep.number_text import counted, parameter_text, percent
 from stagereg.sweep.rank_sum import p_value
 from stagereg.sweep.result import JobResult
 
-_OVERLAP_S = 1.0  # seconds that consecutive jobs may overlap
+_OVERLAP_S = 1.0  # jobs that overlap by less than this number of seconds do not count as concurrent
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One combination of parameters with its jobs, which all ran with the same versions."""
+    """One combination of parameters, with its jobs. All jobs of a row ran with the same versions."""
 
-    parameters: dict[str, str]  # overrides that differ between jobs, by key
-    jobs: tuple[JobResult, ...]  # all runs in order, including failed and unfinished ones
-    cells: dict[str, Cell] = field(default_factory=dict)  # the values of completed jobs, by metric
-    again: bool = False  # whether this is the A/A row: the first combination, measured as if it were another one
-    error: str = ""  # error of the first failed job, otherwise of the first unfinished job, otherwise empty
-    note: str = ""  # remarks
-    versions: str = ""  # stagereg and torch versions, if jobs differ in them
-    vs_best: float | None = None  # median of the ranking metric divided by the best row's; `None` if unknown
+    parameters: dict[str, str]  # the overrides that differ between the jobs of the sweep, by key
+    jobs: tuple[JobResult, ...]  # all runs in order, including failed and unfinished runs
+    cells: dict[str, Cell] = field(default_factory=dict)  # the values of completed jobs, by metric name
+    again: bool = False  # whether this is the A/A row: the first combination, measured twice to show the noise
+    error: str = ""  # error of the first failed or else the first unfinished job; empty if all jobs completed
+    note: str = ""  # remarks for the reader
+    versions: str = ""  # versions of stagereg and torch; empty if all jobs of the sweep have the same versions
+    vs_best: float | None = None  # median of the ranking metric divided by the best row's median; `None` if unknown
 
     @property
     def status(self) -> str:
@@ -50,12 +50,12 @@ class ComparisonRow:
 
     @property
     def label(self) -> str:
-        """The combination in Hydra's syntax, and the versions if rows differ in them."""
+        """The combination as Hydra overrides, followed by the versions if the rows have different versions."""
         typed = [f"{name}={parameter_text(value)}" for name, value in self.parameters.items()] or ["as configured"]
         return " ".join([*typed, f"({self.versions})"] if self.versions else typed)
 
     def verdict(self, name: str) -> str:
-        """Return the verdict on a metric: ``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or empty."""
+        """Return the row's verdict by a metric: "best", "tie", "A/A", "failed", "unfinished" or an empty string."""
         if not self.cells and self.status != "completed":
             return "unfinished" if self.status == "unfinished" else "failed"
         if self.again:
@@ -63,7 +63,7 @@ class ComparisonRow:
         return self.cells[name].verdict if name in self.cells else ""
 
     def is_candidate(self, name: str) -> bool:
-        """Return whether the row may be best by a metric: no failed job, and a finite value of each completed job."""
+        """Return whether the row may be best by a metric: no job failed, and each completed job has a finite value."""
         statuses, cell = [job.status for job in self.jobs], self.cells.get(name)
         if cell is None or self.again or "failed" in statuses:
             return False
@@ -72,23 +72,23 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows in the order in which the combinations were planned; the A/A row follows the row it repeats."""
+    """The comparison of the jobs of a sweep."""
 
     directory: Path  # directory of the sweep
-    parameters: tuple[str, ...]  # swept keys
-    constant: tuple[str, ...]  # overrides common to all jobs, without the sweep's own options
-    metrics: tuple[Metric, ...]  # columns: metrics that any row has and that are not equal in all rows
-    rows: tuple[ComparisonRow, ...]  # one for each combination
+    parameters: tuple[str, ...]  # keys of the swept options
+    constant: tuple[str, ...]  # overrides that all jobs share, without options of the sweep itself
+    metrics: tuple[Metric, ...]  # metrics to show: at least one row has a value, and the values differ
+    rows: tuple[ComparisonRow, ...]  # one for each combination, in planned order; the A/A row follows its twin
     repeats: int  # planned runs per combination
     ranking: Metric  # metric that ranks rows, with its direction
-    matters: float  # relative difference of the ranking metric's medians up to which rows tie
-    equal: dict[str, float]  # metrics with the same value in all runs, by name
-    undecided: frozenset[str]  # names of metrics by which all rows tie
+    matters: float  # relative difference of the medians of the ranking metric up to which rows tie
+    equal: dict[str, float]  # values of the metrics that are the same in all runs, by name
+    undecided: frozenset[str]  # names of the metrics by which all rows tie
     warnings: tuple[str, ...] = ()  # reasons to doubt the values
 
     @property
     def ranked(self) -> list[ComparisonRow]:
-        """The rows in display order: best first, rows without a number last; an A/A row below its twin."""
+        """The rows in display order: best first, rows without a number last, and the A/A row below its twin."""
         name, sign = self.ranking.name, self.ranking.sign
 
         def position(row: ComparisonRow) -> tuple[int, float]:
@@ -103,7 +103,7 @@ class Comparison:
 
     @property
     def best(self) -> ComparisonRow | None:
-        """The row that is best by the ranking metric, or ``None``."""
+        """The best row by the ranking metric; ``None`` if no row has a finite value in all its runs."""
         return next((row for row in self.rows if row.verdict(self.ranking.name) == "best"), None)
 
     @property
@@ -121,10 +121,10 @@ def compare(
 
     Args:
         results: the jobs.
-        metric: metric that ranks the rows.
-        direction: ``"minimize"`` or ``"maximize"``; ``None`` for the metric's own direction.
-        matters: relative difference up to which rows tie, such as ``"5%"``; ``None`` for 5 % of metrics that stagereg
-            measures, and 0 for the loss and for values that the task returns.
+        metric: name of the metric that ranks the rows.
+        direction: ``"minimize"`` or ``"maximize"``; ``None`` uses the default direction of the metric.
+        matters: relative difference up to which rows tie, such as ``"5%"``. ``None``: 5 % for metrics that stagereg
+            measures, 0 for the loss and for values that the task returns.
 
     Raises:
         ConfigError: There are no jobs, or an argument is invalid.
@@ -157,19 +157,19 @@ def compare(
 
 
 def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:
-    """Return the keys in which jobs differ, in order, among jobs whose overrides are known."""
+    """Return the keys of the overrides in which jobs differ, in order. Jobs with unknown overrides are ignored."""
     known = [keys for job in jobs if (keys := by_key(job.overrides)) or job.status == "completed"]
     names = dict.fromkeys(key for keys in known for key in keys)
     return tuple(name for name in names if len({keys.get(name) for keys in known}) > 1)
 
 
 def _groups(jobs: Sequence[JobResult]) -> Iterator[tuple[str, list[JobResult]]]:
-    """Yield the jobs of each combination, with the versions if jobs differ in them; A/A jobs follow their twins."""
+    """Yield (versions, jobs) of each combination, A/A jobs after their twins. Equal versions give an empty string."""
     known = [job.versions for job in jobs if "stagereg" in job.versions] or [{}]
     differ = [name for name in ("stagereg", "torch") if len({versions.get(name) for versions in known}) > 1]
     groups: defaultdict[tuple[frozenset[tuple[str, str]], str], list[JobResult]] = defaultdict(list)
     for job in jobs:
-        # A job that was killed before it recorded its versions gets the versions of the first job.
+        # If a job was killed before it recorded its versions, assume the versions of the first job.
         versions = job.versions if "stagereg" in job.versions else known[0]
         text = ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in differ)
         groups[frozenset(by_key(job.overrides).items()), text].append(job)
@@ -201,14 +201,14 @@ def _row(
 
 
 def _equal(rows: Sequence[ComparisonRow], name: str) -> float | None:
-    """Return the value of a metric if it is equal in all completed runs of several rows, otherwise ``None``."""
+    """Return the value of a metric if all completed runs of all rows have the same value, otherwise ``None``."""
     cells = [row.cells.get(name) for row in rows if row.cells]
     values = {value for cell in cells for value in (cell.values if cell else (math.nan,))}
     return values.pop() if len(cells) > 1 and len(values) == 1 else None
 
 
 def _judge(rows: Sequence[ComparisonRow], column: Metric, matters: float) -> bool:
-    """Set the verdicts of the cells in a column: best and ties. Return whether all cells tie."""
+    """Set the verdict of each cell of a metric: best or tie. Return whether all cells tie."""
     name = column.name
     candidates = [row.cells for row in rows if row.is_candidate(name)]
     if not column.better or not candidates:
@@ -224,14 +224,14 @@ def _judge(rows: Sequence[ComparisonRow], column: Metric, matters: float) -> boo
 
 
 def _twins(rows: Sequence[ComparisonRow]) -> Iterator[tuple[ComparisonRow, ComparisonRow]]:
-    """Yield each pair of a row and the A/A row that repeats it."""
+    """Yield each pair of a row and its A/A row, which repeats the same combination."""
     for twin, row in itertools.pairwise(rows):
         if row.again and (twin.parameters, twin.versions) == (row.parameters, row.versions):
             yield twin, row
 
 
 def _unsteady(rows: Sequence[ComparisonRow], name: str, matters: float) -> float:
-    """Return the relative difference of the A/A pair if it is significant, otherwise 0."""
+    """Return the relative difference between a row and its A/A row if it is significant, otherwise 0."""
     pairs = [(twin.cells.get(name), row.cells.get(name)) for twin, row in _twins(rows)]
     finite = [(one, other) for one, other in pairs if one and other and one.is_finite and other.is_finite]
     return max((one.differs_by(other) for one, other in finite if not any(ties(one, [other], matters))), default=0.0)
@@ -285,7 +285,7 @@ def _machine(job: JobResult) -> str:
 def _concurrent(jobs: Sequence[JobResult]) -> int:
     long = [job for job in jobs if job.seconds > 2 * _OVERLAP_S and job.environment.get("host")]
     most = 0
-    for one in long:  # the number of concurrent jobs is greatest when a job starts
+    for one in long:  # Count at each start of a job, because the number of concurrent jobs only increases there.
         others = [job for job in long if job.environment["host"] == one.environment["host"]]
         most = max(most, sum(job.started <= one.started < job.started + job.seconds - _OVERLAP_S for job in others))
     return most

@@ -1,7 +1,7 @@
 """Computes the metrics of a run and its checkpoints from the records of its ranks.
 
-:mod:`stagereg.sweep.metric` defines the named metrics. All attempts of a run count. A checkpoint takes as long as on
-its slowest rank. Times of different ranks are compared only if the ranks share a machine and thus a clock.
+:mod:`stagereg.sweep.metric` defines the named metrics. All attempts of a run count, including those that failed. The
+time of a checkpoint is that of the slowest rank. Clock times of ranks are compared only if they share a machine.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
 _GIB = 2**30
-_LEAST_UNDISTURBED = 3  # minimum number of undisturbed steps for the median time of a step
-_TOUCHED_S = 1e-4  # maximum seconds of background work during an undisturbed step
+_LEAST_UNDISTURBED = 3  # minimum number of steps without checkpoint work for the median time of a step
+_TOUCHED_S = 1e-4  # a step with more seconds of checkpoint work counts as disturbed
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, with values over all ranks."""
+    """A checkpoint, with times and bytes over all ranks."""
 
     step: int  # training step
-    start: float  # when the first rank started to save, seconds since the start of the run
-    end: float  # last recorded time, seconds since the start of the run
-    stall_s: float | None  # stall of the training loop on the slowest rank, seconds; `None` if not recorded
-    stage_s: float | None  # staging time of the slowest rank, seconds
-    write_s: float | None  # write time of the slowest rank, seconds
+    start: float  # when the first rank started to save, in seconds since the start of the run
+    end: float  # when the last rank finished, in seconds since the start of the run
+    stall_s: float | None  # seconds for which the training loop of the slowest rank waited; `None` if not recorded
+    stage_s: float | None  # seconds of staging on the slowest rank
+    write_s: float | None  # seconds of writing on the slowest rank
     nbytes: int  # bytes staged by all ranks
-    written: int  # bytes of the files
-    state: Literal["complete", "lost", "not complete"]  # lost: with `error`; not complete: the attempt ended first
-    error: str = ""
+    written: int  # bytes of the files of all ranks
+    state: Literal["complete", "lost", "not complete"]  # "lost": failed; "not complete": the attempt ended first
+    error: str = ""  # why the save failed
     restart: int = 0  # number of the attempt, from 0
 
 
 def saved(run: Run) -> list[Saved]:
-    """Return the checkpoints of ``run`` in checkpoint storage by start time; a step saved twice appears twice."""
+    """Return the saves of ``run`` to checkpoint storage, in order of start time, including repeated saves of a step."""
     began = run.attempts[0].began
     return [one for number, each in enumerate(run.attempts) for one in _saved(each, number, began)]
 
@@ -73,7 +73,7 @@ def _saved(run: Run, number: int, began: float) -> list[Saved]:
 
 
 def _by_checkpoint(ranks: Iterable[Iterable[Span]]) -> defaultdict[tuple[int, int], list[Span]]:
-    """Return the spans of all ranks by step and by the number of earlier saves of the step on the rank."""
+    """Group the spans of all ranks by save: the step, and the number of earlier saves of this step on the rank."""
     groups: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
     for spans in ranks:
         seen: Counter[int] = Counter()
@@ -88,13 +88,14 @@ def _longest(spans: list[Span]) -> float | None:
 
 
 def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
-    """Compute the metrics of a run, which may have no records, and of the return value of its task.
+    """Return the metrics of a run by name. ``run``: ``None`` if there are no records of ranks.
 
-    Named metrics are those of :data:`stagereg.sweep.metric.METRICS`. Others, in seconds and bytes: ``steps``;
-    ``checkpoints`` (committed) and ``lost_checkpoints``; ``train_s``, from the end of the first step to the end of the
-    last step with its stall, summed over attempts; ``lost_s``, the part lost to checkpoints; ``step_s``, the median
-    undisturbed step (all three: maximum over ranks); ``state_bytes`` of a checkpoint over all ranks; ``write_s``, the
-    median. ``returned`` is a loss or a dict of numbers, which become ``returned.KEY`` and may be NaN or infinite.
+    The result contains the metrics of :data:`stagereg.sweep.metric.METRICS` and these: ``steps``; ``checkpoints``
+    (committed) and ``lost_checkpoints`` (failed); ``train_s``, seconds from the end of the first step to the end of the
+    last step and its save, summed over attempts; ``lost_s``, the part of ``train_s`` lost to checkpoints; ``step_s``,
+    the median step without checkpoint work; ``state_bytes``, the size of a checkpoint; ``write_s``, the median write.
+    ``train_s``, ``lost_s`` and ``step_s`` are those of the slowest rank. ``returned``: the return value of the task, a
+    loss or a dict of numbers; a number under ``KEY`` becomes ``returned.KEY``, and may be NaN or infinite.
     """
     found = _returned(run, returned)
     if run is not None:
@@ -103,17 +104,17 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
 
 
 def _real(value: Any) -> float | None:
-    """Return a number or a one-element tensor as a float; ``None`` if ``value`` is not a real number."""
+    """Convert a number or a one-element tensor to float. Return ``None`` if ``value`` is not a real number."""
     if value is None or isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:
         return float(value)
-    except Exception:  # types of other packages may raise any exception
+    except Exception:  # float() of a type from another package may raise any exception
         return None
 
 
 def _returned(run: Run | None, returned: Any) -> dict[str, float]:
-    """Return the task's values; without a loss, the last loss that rank 0 logged (NaN if not finite)."""
+    """Return the numbers that the task returned. Without a loss among them, add the last loss that rank 0 logged."""
     by_name = returned if isinstance(returned, Mapping) else {"loss": returned}
     first = [record for each in (run.attempts if run else ()) for record in each.ranks if record.rank == 0]
     logged = [values["loss"] for record in first for _, _, values in record.logs if "loss" in values]
@@ -143,7 +144,7 @@ def _of_checkpoints(run: Run) -> dict[str, float]:
 
 
 def _of_training(run: Run) -> dict[str, float]:
-    parts: defaultdict[int, list[tuple[Run, RankRecord]]] = defaultdict(list)  # records of each rank, by attempt
+    parts: defaultdict[int, list[tuple[Run, RankRecord]]] = defaultdict(list)  # by rank: (attempt, record of the rank)
     for each in run.attempts:
         for record in each.ranks:
             parts[record.rank].append((each, record))
@@ -163,7 +164,7 @@ def _of_training(run: Run) -> dict[str, float]:
 
 
 def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
-    """Return a rank's training time over all attempts, its time lost to checkpoints, and an undisturbed step's time."""
+    """Return ``train_s``, ``lost_s`` and ``step_s`` of one rank. ``parts``: the attempts, and the rank's records."""
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
     stalls_s = 0.0
@@ -185,13 +186,13 @@ def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
     found = {"train_s": sum(_trained_s(record) for _, record in parts)}
     if len(undisturbed) >= _LEAST_UNDISTURBED:
         usual = found["step_s"] = statistics.median(undisturbed)
-        # Steps vary: in the sum, fast and slow steps cancel out, so that chance alone adds little.
+        # Sum before max(): the times of steps vary, and fast and slow steps cancel each other out in the sum.
         found["lost_s"] = stalls_s + max(0.0, sum(took - count * usual for took, count in disturbed))
     return found
 
 
 def _trained_s(record: RankRecord) -> float:
-    """Return the seconds from the first to the last step of an attempt, plus stalls after the last step."""
+    """Return the seconds from the end of the first step of an attempt to the end of the last step and its stalls."""
     if len(record.steps) < 2:
         return 0.0
     first, last = record.steps[0][1], record.steps[-1][1]
@@ -199,7 +200,7 @@ def _trained_s(record: RankRecord) -> float:
 
 
 class Covered:
-    """The union of spans of time."""
+    """The union of possibly overlapping spans of time."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self._starts: list[float] = []
@@ -214,7 +215,7 @@ class Covered:
         self._before = list(itertools.accumulate(lengths, initial=0.0))
 
     def within(self, began: float, ended: float) -> float:
-        """Return the covered seconds between ``began`` and ``ended``."""
+        """Return how many seconds between ``began`` and ``ended`` at least one span covers."""
         return self._until(ended) - self._until(began)
 
     def _until(self, moment: float) -> float:
@@ -223,9 +224,9 @@ class Covered:
 
 
 def _samples(run: Run) -> dict[str, float]:
-    """Return samples per second over all ranks, without the first step of each attempt."""
+    """Return the metric samples per second over all ranks, without the first step of each attempt."""
     logged = [each for each in run.attempts if any("samples" in log for one in each.ranks for _, _, log in one.logs)]
-    # A join records its samples when it ends, so failed attempts are incomplete: only the last attempt counts.
+    # A join records samples only at its end, so failed attempts lack samples. Count only joins of the last attempt.
     seconds = sum(max(map(_trained_s, each.ranks)) for each in logged or [run])
     joins = [record.join for record in run.ranks if record.join is not None and "samples" in record.join]
     if seconds <= 0 or not (logged or joins):
@@ -234,7 +235,7 @@ def _samples(run: Run) -> dict[str, float]:
         trained = [record for each in logged for record in each.ranks if record.steps]
         values = [log for record in trained for step, _, log in record.logs if step > record.steps[0][0]]
         return {"samples_per_s": sum(each.get("samples") or 0.0 for each in values) / seconds}
-    # Assumes batches of equal size, to exclude the first step.
+    # To exclude the first step, assume that all batches have the same size.
     samples = sum(join["samples"] * (1 - 1 / join["steps"]) for join in joins if join.get("steps"))
     return {"samples_per_s": samples / seconds}
 

@@ -1,4 +1,4 @@
-"""Reads files of runs and sweeps. They are untrusted: their size is limited, and nothing in them is executed."""
+"""Reads files of runs and sweeps. The files are untrusted: sizes are limited, and no content is executed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 from stagereg.base.small_files import read_small
 
-LATEST_TIME = 1 << 37  # seconds since the epoch; valid as a date
-YAML_BYTES = 1 << 20  # maximum size of a config; a parser needs ten seconds for it
+LATEST_TIME = 1 << 37  # latest time that a file may contain, in seconds since the epoch; still valid as a date
+YAML_BYTES = 1 << 20  # maximum size of a config file, which the parser reads in ten seconds
 _DEEPEST = 100  # maximum nesting of lists and mappings
-_MOST = 1 << 63  # largest integer in a file
+_MOST = 1 << 63  # largest absolute value of an integer in a file
 _DIGITS = 400  # maximum number of digits of a number in YAML
 _LINE_BYTES = 1 << 24
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Read the mapping in a JSON file; NaN and infinity become ``None``. Raises ``OSError`` or ``ValueError``."""
+    """Read a mapping from a JSON file. NaN and infinity become ``None``. Raises ``OSError`` or ``ValueError``."""
     try:
         content = _expect_plain(json.loads(read_small(path), parse_constant=lambda name: None))
     except RecursionError:
@@ -32,18 +32,18 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def yaml_of(path: Path) -> Any:
-    """Read a YAML file of Hydra without interpolation; ``None`` if it cannot be read."""
+    """Read a YAML file of Hydra without resolving interpolations. Return ``None`` if the file cannot be read."""
     import yaml
 
     try:
         return _expect_plain(yaml.load(read_small(path, YAML_BYTES), Loader=_loader()))
-    except Exception:  # YAML raises many exceptions for a truncated file
+    except Exception:  # For a truncated file, the YAML parser may raise many types of exceptions.
         return None
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line breaks. Raises ``OSError``."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
+    """Yield the lines of a file, including line breaks. Raises ``OSError``, also for a line that is too long."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # Opening a named pipe would block.
         raise OSError(f"{path.name} is not a regular file")
     with path.open("rb") as file:
         while line := file.readline(_LINE_BYTES):
@@ -58,7 +58,7 @@ def is_whole(value: Any) -> bool:
 
 
 def _expect_plain(content: Any) -> Any:
-    """Raise ``ValueError`` unless ``content`` consists of plain data only."""
+    """Return ``content``. Raises ``ValueError`` for unsupported types, large integers or deep nesting."""
     level = [content]
     for _ in range(_DEEPEST):
         for each in level:
@@ -80,13 +80,13 @@ def _has_parts(value: Any) -> bool:
 @functools.cache
 def _loader() -> Any:
     import yaml
-    from omegaconf._utils import get_yaml_loader  # unlike OmegaConf.load, parses no interpolations
+    from omegaconf._utils import get_yaml_loader  # OmegaConf.load would also parse interpolations
 
     class Loader(get_yaml_loader()):  # type: ignore[misc]
         def compose_node(self, parent: Any, index: Any) -> Any:
             is_alias = self.check_event(yaml.AliasEvent)
             node = super().compose_node(parent, index)
-            if is_alias and not isinstance(node, yaml.ScalarNode):  # a few lines could expand beyond memory
+            if is_alias and not isinstance(node, yaml.ScalarNode):  # Nested aliases could expand beyond the memory.
                 raise yaml.YAMLError("a list or a mapping has an alias")
             if node.tag.endswith((":int", ":float")) and len(node.value) > _DIGITS:
                 raise yaml.YAMLError("a number is too long")

@@ -1,8 +1,8 @@
-"""``hydra/sweeper=interleaved``: Hydra's basic sweeper with each combination repeated ``sweep.repeats`` times.
+"""``hydra/sweeper=interleaved``: Hydra's basic sweeper, but each combination runs ``sweep.repeats`` times.
 
-Repeats run in rounds that each start with another combination, so that a slowdown of the machine affects all. The A/A
-jobs run the first combination again as if it were another one, which measures the noise. Jobs that an earlier sweep
-completed do not run again (:mod:`stagereg.sweep.reuse`). Imports nothing heavy: Hydra scans this module at every start.
+The repeats run in rounds, and each round starts with a different combination, so that a slowdown of the machine affects
+all combinations. A/A jobs run the first combination again, which shows the noise. Jobs that an earlier sweep completed
+do not run again (:mod:`stagereg.sweep.reuse`). Hydra imports this module at every start, so its imports are small.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
 _COMPARE = "stagereg.sweep.callback.Compare"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
-_STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}  # exit codes of a program stopped by a signal
+_STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}  # exit codes of a program that a signal stopped
 _SHARED = {
     "hydra.sweep.subdir": "jobs {} and {} would both write to {dir}, so that one overwrites the other's result. Omit "
     "hydra.sweep.subdir to give each job its own directory.",
@@ -53,16 +53,16 @@ _CHANGED = "The config or the program changed since %s in %s ran, for example %s
 
 
 class SweepSearchPath(SearchPathPlugin):
-    """Append the sweep options to the config search path of every app."""
+    """Appends the configs with the sweep options to the search path of every Hydra app."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("stagereg", "pkg://stagereg.sweep.conf")
 
 
 class InterleavedSweeper(BasicSweeper):
-    """Hydra's basic sweeper, with the same arguments, that runs each combination ``repeats`` times."""
+    """Hydra's basic sweeper with an additional argument: each combination runs ``repeats`` times."""
 
-    __module__ = "hydra_plugins.stagereg_plugin"  # imports this class; Hydra 1.3 requires sweepers in that package
+    __module__ = "hydra_plugins.stagereg_plugin"  # Hydra 1.3 requires sweepers in this package.
 
     def __init__(
         self, max_batch_size: int | None = None, params: dict[str, str] | None = None, repeats: Any = 1
@@ -82,17 +82,17 @@ class InterleavedSweeper(BasicSweeper):
         with held(Path(str(self.config.hydra.sweep.dir))):
             try:
                 return super().sweep(arguments)
-            except BaseException as error:  # Hydra does not call callbacks after an error
+            except BaseException as error:  # Hydra does not call callbacks after an error.
                 with contextlib.suppress(OSError):
                     self._print_progress()
-                if self._plan is not None and isinstance(error, KeyboardInterrupt):  # a traceback would hide the text
+                if self._plan is not None and isinstance(error, KeyboardInterrupt):  # no traceback after Ctrl-C
                     raise SystemExit(128 + signal.SIGINT) from None
                 raise
 
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        """Return the jobs to launch, in batches of consecutive numbers; called by the basic sweeper."""
+        """Return the jobs to launch, in batches with consecutive job numbers. The basic sweeper calls this method."""
         for each in overrides:
             if each.is_sweep_override() and each.key_or_group in SWEEP_KEYS:
                 raise SweepError(f"{each.input_line}: {each.key_or_group} applies to the whole sweep. Give one value.")
@@ -113,15 +113,15 @@ class InterleavedSweeper(BasicSweeper):
         return [[job for _, job in batch] for batch in batches]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Do nothing: all jobs are composed before the first launch."""
+        """Do nothing, because all jobs were already composed and checked before the first launch."""
 
     def _planned(self, jobs: Sequence[list[str]]) -> Plan:
-        """Number the jobs and write the plan; reject jobs that share a directory."""
+        """Assign numbers to the jobs, and write the plan file. Raises ``SweepError`` if two jobs share a directory."""
         config: Any = self.config
         context: Any = self.hydra_context
         root = Path(str(config.hydra.sweep.dir))
         try:
-            Plan.read(root)  # raises an error for another file with this name
+            Plan.read(root)  # Raises ConfigError if the file is not a plan, so that it is not overwritten.
         except ConfigError as error:
             raise SweepError(str(error)) from error
         reuse, before = Reuse(root), HydraConfig.instance().cfg
@@ -169,10 +169,10 @@ class InterleavedSweeper(BasicSweeper):
 
 
 def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:
-    """Return the overrides of the jobs, in order, that run each of ``combinations`` ``repeats`` times.
+    """Return the overrides of all jobs, in launch order. Each of ``combinations`` runs ``repeats`` times.
 
-    Round r starts with combination r. If there are several rounds, each has an A/A job; with at least three
-    combinations, it is never next to its twin. A combination that is listed twice has twice as many repeats.
+    Round r starts with combination r. If there are several rounds, each has an A/A job, which repeats the first
+    combination; these two are not adjacent if there are at least three combinations. Duplicates run twice as often.
     """
     entries = [(list(combination), False) for combination in combinations]
     if repeats > 1:
@@ -189,7 +189,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
 
 
 class ContainedTask:
-    """A task whose ``sys.exit`` does not end the sweep; logs the progress of the sweep."""
+    """Wraps a task: logs the progress of the sweep, and catches ``sys.exit``, so that it does not end the sweep."""
 
     __wrapped__: Callable[[Any], Any]
 
@@ -200,8 +200,8 @@ class ContainedTask:
         hydra = HydraConfig.get()
         with contextlib.suppress(ConfigError, OSError):
             if JobResult.read(output := hydra.runtime.output_dir).status != "completed":
-                Path(output, RESULT).unlink()  # result of an earlier, failed run
-        with contextlib.suppress(Exception):  # the plan may not be visible yet on a slow file system
+                Path(output, RESULT).unlink()  # the result of an earlier run of this job, which failed
+        with contextlib.suppress(Exception):  # On a network file system, the plan file may not be visible yet.
             if plan := Plan.read(os.path.join(hydra.runtime.cwd, str(hydra.sweep.dir))):
                 log.info(plan.position(hydra.job.num))
         before = os.getcwd()
@@ -214,11 +214,11 @@ class ContainedTask:
                 raise LaunchError(f"called sys.exit({left.code!r})") from None
             return None
         finally:
-            os.chdir(before)  # Hydra resolves the next job's directory from the working directory
+            os.chdir(before)  # Hydra resolves the directory of the next job relative to the working directory.
 
 
 class _Numbered:
-    """A launcher that numbers jobs as in the plan."""
+    """Wraps a launcher, so that each batch gets the job numbers of the plan."""
 
     def __init__(self, launcher: Any, firsts: Sequence[int]) -> None:
         self._launcher, self._firsts = launcher, iter(firsts)
@@ -235,7 +235,7 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
         output = Path(job.hydra.sweep.dir, str(job.hydra.sweep.subdir)).absolute()
     with read_write(job.hydra):
         OmegaConf.update(job, "hydra.runtime.output_dir", str(output), force_add=True)
-    HydraConfig.instance().set_config(job)  # stores a copy
+    HydraConfig.instance().set_config(job)  # Set the config again, because set_config stores a copy.
     found = {"hydra.sweep.subdir": str(output)}
 
     def option(key: str, default: Any) -> Any:
@@ -248,7 +248,7 @@ def _directories(job: DictConfig, number: int) -> dict[str, str]:
 
 
 def _expect_one_comparison(config: Any, job: Any, overrides: Sequence[str]) -> None:
-    """Raise ``SweepError`` if a job's config changes the comparison, for example by an option of a config group."""
+    """Raise ``SweepError`` if the config of a job changes a setting of the comparison, which the whole sweep shares."""
     for key in ("sweep.metric", "sweep.direction", "sweep.matters", "sweep.repeats"):
         own, its = (OmegaConf.select(each, key, throw_on_resolution_failure=False) for each in (config, job))
         if own != its:
@@ -259,7 +259,7 @@ def _expect_one_comparison(config: Any, job: Any, overrides: Sequence[str]) -> N
 
 
 def _expect_found(root: Path, directory: str, others: Sequence[str]) -> None:
-    """Raise ``SweepError`` if a report would not find the job in its output directory."""
+    """Raise ``SweepError`` if ``stagereg report`` would not find a job whose output directory is ``directory``."""
     parts = Path(directory).parts
     if not parts or any(part.startswith(".") for part in parts):
         raise SweepError(
@@ -275,6 +275,6 @@ def _expect_found(root: Path, directory: str, others: Sequence[str]) -> None:
 
 
 def _comparison(config: Any) -> Any:
-    """Return the node of :class:`stagereg.sweep.callback.Compare` in a config, empty without a comparison."""
+    """Return the settings of the callback ``Compare`` in a config, or an empty dict if it is not configured."""
     nodes = (OmegaConf.select(config, "hydra.callbacks") or {}).values()
     return next((node for node in nodes if node and node.get("_target_") == _COMPARE), {})

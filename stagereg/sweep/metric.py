@@ -1,4 +1,4 @@
-"""The metrics of runs: name, meaning, direction and number format."""
+"""Defines the metrics of runs: name, description, direction and number format."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from stagereg.errors import ConfigError, nearest
 from stagereg.sweep.number_text import quantity
 
 RETURNED = "returned."  # prefix of metrics that a task returns in a dict
-DIRECTIONS = {"minimize": "lower", "maximize": "higher"}  # as Hydra's sweepers name them
+DIRECTIONS = {"minimize": "lower", "maximize": "higher"}  # keys: the names that Hydra's sweepers use
 _MATTERS = 0.05
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a run."""
+    """The definition of a metric of runs."""
 
-    name: str  # in configs and files
-    head: str  # column head, with the unit
+    name: str  # name in configs and files
+    head: str  # column head in tables, with the unit
     unit: str  # empty for plain numbers
-    better: str  # `"lower"`, `"higher"`, or empty
+    better: str  # `"lower"` or `"higher"`; empty if neither is better
     doc: str  # description in one or two sentences
 
     @property
     def sign(self) -> int:
-        """-1 if higher is better, otherwise 1. The best value, multiplied by this sign, is the smallest."""
+        """-1 if a higher value is better, otherwise 1. The best value has the smallest product of sign and value."""
         return -1 if self.better == "higher" else 1
 
     def text(self, value: float) -> str:
@@ -60,12 +60,12 @@ METRICS = (
     Metric("loss", "loss", "", "lower", _DOCS["loss"]),
     Metric("shadowed_steps", "shadowed steps", "steps", "", _DOCS["shadowed_steps"]),
 )
-"""All named metrics, in the order of their columns."""
+"""All named metrics, in the order of table columns."""
 _BY_NAME = {one.name: one for one in METRICS}
 
 
 def metric(name: str) -> Metric:
-    """Return a metric by name; ``returned.KEY`` is a number that tasks return under ``KEY``."""
+    """Return the metric ``name``. ``returned.KEY`` is the number that the task returns in a dict under ``KEY``."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     start, _, key = str(name).partition(RETURNED)
@@ -78,7 +78,7 @@ def metric(name: str) -> Metric:
 
 
 def directed(name: str, direction: str | None = None) -> Metric:
-    """Return a metric with the ranking direction; ``None`` is the metric's own."""
+    """Return a metric with the given ranking direction. ``None`` keeps the default direction of the metric."""
     found = metric(name)
     if direction is not None and direction not in DIRECTIONS:
         near = nearest(str(direction), DIRECTIONS)
@@ -92,8 +92,8 @@ def directed(name: str, direction: str | None = None) -> Metric:
 
 
 def least_difference(name: str, matters: float | str | None) -> float:
-    """Return the relative difference of a metric up to which combinations tie, from 0 to below 1."""
-    if matters is None:  # the program chooses the scale of the loss and of returned values
+    """Parse ``matters``, the relative difference of a metric up to which combinations tie: at least 0, below 1."""
+    if matters is None:  # For the loss and returned values, 0: stagereg does not know their scale.
         return 0.0 if name in ("loss", "shadowed_steps") or name.startswith(RETURNED) else _MATTERS
     text = str(matters).strip()
     with contextlib.suppress(ValueError):
@@ -104,18 +104,18 @@ def least_difference(name: str, matters: float | str | None) -> float:
 
 
 def usual(known: Collection[str]) -> str:
-    """Return the default ranking metric: the stall of a checkpoint if known, otherwise the loss."""
+    """Return the name of the default ranking metric: the loss if only the loss is known, otherwise the stall."""
     return "loss" if "stall_ms" not in known and "loss" in known else "stall_ms"
 
 
 def lacking(who: str, name: str, known: Iterable[str]) -> str:
-    """Return a message: ``who`` lacks the metric, with the nearest name and the available metrics."""
+    """Return an error message that begins with ``who`` and suggests a similar name and the available metrics."""
     names, key = [one.name for one in columns(set(known))], name.removeprefix(RETURNED)
     near = [each for each in names if nearest(key, [each.removeprefix(RETURNED)])]
     return f"{who} {name}.{nearest(name, near)} Available metrics: {', '.join(names) or 'none'}."
 
 
 def columns(names: Collection[str]) -> list[Metric]:
-    """Return the metrics with these names, in order; returned values have no direction of their own."""
+    """Return the metrics with the given names, in the order of table columns. Returned values come last."""
     returned = (metric(name) for name in sorted(names) if name.startswith(RETURNED))
     return [*(one for one in METRICS if one.name in names), *returned]

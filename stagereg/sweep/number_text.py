@@ -1,4 +1,4 @@
-"""Formats numbers for display: few digits, but enough to distinguish values, with units and nouns."""
+"""Formats numbers for display, with units or nouns, and with just enough digits to distinguish values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
-_FEWEST, _MOST = 3, 8  # digits of the numbers in a column
-_LONG = 9  # minimum number of digits before the point for an exponent
-_ROUNDING = 1e-6  # relative difference up to which numbers may have the same text
-_DIGITS = 12  # digits of a swept value; more are rounding errors, as in 0.30000000000000004
+_FEWEST, _MOST = 3, 8  # minimum and maximum number of digits for the numbers of a column
+_LONG = 9  # numbers with more digits before the point than this are shown with an exponent
+_ROUNDING = 1e-6  # numbers that differ relatively by less than this may look equal
+_DIGITS = 12  # maximum digits of a swept value, because further digits are rounding errors: 0.30000000000000004
 _FINEST = 6  # maximum number of digits after the point
 
 
@@ -30,9 +30,9 @@ def percent(part: float) -> str:
 
 
 def shown(value: float) -> str:
-    """Format a number with three digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``, ``1e+09``.
+    """Format a number with three digits, or with all digits before the point: ``0.0123``, ``12,346``, ``1e+09``.
 
-    A number that is not an integer has enough digits, up to six, not to look like one: ``0.9999``.
+    If rounding would make a number look like an integer, it gets up to six digits after the point: ``0.9999``.
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
@@ -47,7 +47,7 @@ def shown(value: float) -> str:
 
 
 def column_texts(values: Sequence[float]) -> list[str]:
-    """Format the numbers of a column with three or four digits; numbers that would look equal get more digits."""
+    """Format the numbers of a column with three or four digits, and with more digits if they would look equal."""
     finite = sorted({value for value in values if math.isfinite(value)})
     whole = all(value == round(value) and _size(value) < _LONG for value in finite)
     digits = dict.fromkeys(finite, _LONG if whole else _FEWEST)
@@ -62,12 +62,12 @@ def column_texts(values: Sequence[float]) -> list[str]:
 
 
 def _grown(value: float, digits: int) -> bool:
-    """Return whether rounding would increase the power of ten, like 0.9999 rounded to 1."""
+    """Return whether rounding increases the power of ten of the first digit, for example from 0.9999 to 1."""
     return _size(float(_text(value, digits).replace(",", ""))) > _size(value)
 
 
 def _size(value: float) -> int:
-    """Return the power of ten that the first digit stands for."""
+    """Return the power of ten of the first digit, for example 2 for 123."""
     return math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
 
 

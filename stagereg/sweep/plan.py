@@ -1,7 +1,7 @@
-"""The plan of a sweep: ``sweep.json`` in the sweep's directory, with the jobs of the newest sweep.
+"""The plan of a sweep: the file ``sweep.json`` in the sweep's directory, which lists the jobs of the newest sweep.
 
-``hydra/sweeper=interleaved`` writes the plan before the first job. Only the jobs of the plan are compared, not jobs of
-earlier sweeps in the directory. While the sweep runs, its process holds a lock.
+``hydra/sweeper=interleaved`` writes the plan before the first job. A comparison includes only the jobs of the plan, not
+jobs of earlier sweeps in the same directory. The process of a running sweep holds a lock.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from stagereg.sweep.result import OVERRIDES, RESULT, JobResult, write_whole
 
 PLAN = "sweep.json"
 FORMAT = 1
-LOCKED = ".sweep"  # the folder that a running sweep locks; checkpoints may be in the directory of the sweep itself
+LOCKED = ".sweep"  # subdirectory with the lock of a running sweep, apart from checkpoints in the sweep's directory
 DIR = "hydra.sweep.dir"
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job of a sweep."""
+    """A job in the plan of a sweep."""
 
     num: int  # Hydra's job number
-    directory: str  # output directory, relative to the sweep's directory if under it
+    directory: str  # output directory; relative if it is in the directory of the sweep
     overrides: tuple[str, ...]  # overrides of the task, including those that only distinguish repeats
-    kept: bool = False  # completed by an earlier sweep, so not launched
+    kept: bool = False  # whether an earlier sweep completed the job, so that it is not launched again
 
     @property
     def identity(self) -> Identity:
@@ -47,13 +47,13 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Progress:
-    """The numbers of jobs of a sweep by state."""
+    """The number of jobs of a sweep in each state."""
 
     planned: int
     completed: int
     failed: int
-    begun: int  # running or stopped
-    runs: bool  # whether the sweep is running
+    begun: int  # number of jobs that are running, or that were stopped
+    runs: bool  # whether the sweep is still running
 
     @property
     def not_started(self) -> int:
@@ -61,7 +61,7 @@ class Progress:
 
     @property
     def text(self) -> str:
-        """The progress as text, such as ``2 of 7 completed, 1 running, 4 not started``."""
+        """A summary, such as ``2 of 7 completed, 1 running, 4 not started``."""
         begun = self.begun, "running" if self.runs else "stopped"
         counts = (self.failed, "failed"), begun, (self.not_started, "not started")
         return ", ".join([f"{self.completed} of {self.planned} completed", *(f"{n} {what}" for n, what in counts if n)])
@@ -69,21 +69,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """The newest sweep in a directory."""
+    """The plan of the newest sweep in a directory."""
 
     root: Path  # directory of the sweep
-    jobs: tuple[PlannedJob, ...]  # in launch order
+    jobs: tuple[PlannedJob, ...]  # all jobs in launch order
     command: str = ""  # command line that runs the remaining jobs
-    began: float = field(default_factory=time.time)  # seconds since the epoch
+    began: float = field(default_factory=time.time)  # start of the sweep, in seconds since the epoch
     metric: str | None = None  # ranking metric, as configured
     direction: str | None = None
     matters: float | str | None = None
 
     @classmethod
     def read(cls, directory: Path | str) -> Plan | None:
-        """Read the plan of the newest sweep in a directory; ``None`` if there is no plan.
+        """Read the plan in a directory. Return ``None`` if there is no plan file.
 
-        Raises ``ConfigError`` if the file is not a readable plan, because a ranking could mix sweeps.
+        Raises ``ConfigError`` if the file is unreadable, because a comparison without it could mix several sweeps.
         """
         path = Path(directory, PLAN)
         try:
@@ -102,7 +102,7 @@ class Plan:
             ) from error
 
     def _expect_right(self) -> None:
-        """Raise ``ValueError`` if a field has a value that :meth:`write` never writes."""
+        """Raise ``ValueError`` if a field that was read from a file has an invalid type or value."""
         texts = [self.command, *filter(None, (self.metric, self.direction))]
         texts += [text for job in self.jobs for text in (job.directory, *job.overrides)]
         if not all(isinstance(text, str) for text in texts) or not all(is_whole(job.num) for job in self.jobs):
@@ -118,24 +118,24 @@ class Plan:
         write_whole(self.root / PLAN, f"{json.dumps({'format': FORMAT, **plain(fields)}, indent=1)}\n".encode())
 
     def select(self, jobs: Iterable[JobResult]) -> list[JobResult]:
-        """Return the jobs of this sweep among the jobs in its directory."""
+        """Return those of ``jobs`` that belong to this sweep."""
         planned = {os.path.realpath(self.root / job.directory): job.identity for job in self.jobs}
 
         def has(job: JobResult) -> bool:
             identity = planned.get(os.path.realpath(job.directory))
-            unknown = not job.overrides and job.status != "completed"  # killed before Hydra wrote overrides
+            unknown = not job.overrides and job.status != "completed"  # killed before Hydra wrote the overrides
             return identity is not None and (unknown or identity == job.identity)
 
         return [job for job in jobs if has(job)]
 
     def progress(self, jobs: Sequence[JobResult]) -> Progress:
-        """Count the jobs of this sweep by state."""
+        """Return the number of jobs of this sweep in each state. ``jobs``: all jobs in the directory."""
         own, runs = self.select(jobs), self.runs
         states = Counter(job.status for job in own if not runs or job.status != "unfinished" or self._launched(job))
         return Progress(len(self.jobs), states["completed"], states["failed"], states["unfinished"], runs)
 
     def position(self, num: int) -> str:
-        """Return the position of a job that starts now, such as ``Job 4 of 9, about 1 min 10 s left.``"""
+        """Return a line about the job ``num``, which starts now: ``Job 4 of 9, about 1 min 10 s left.``"""
         launched = [job for job in self.jobs if not job.kept]
         place = len(self.jobs) - len(launched) + [job.num for job in launched].index(num) + 1
         done = sum(self._wrote(self.root / job.directory / RESULT) for job in launched)
@@ -144,13 +144,13 @@ class Plan:
 
     @property
     def runs(self) -> bool:
-        """Whether the sweep is running and holds its lock."""
+        """Whether the sweep is running: a process then holds the lock of the sweep."""
         from stagereg.checkpoint.store.lock import holder
 
         return holder(self.root / LOCKED) is not None
 
     def _launched(self, job: JobResult) -> bool:
-        """Return whether this sweep, not only an earlier one, launched the job: Hydra then writes the overrides."""
+        """Return whether this sweep launched the job: Hydra then wrote the overrides after the start of the sweep."""
         return self._wrote(job.directory / OVERRIDES) or not (job.directory / OVERRIDES).exists()
 
     def _wrote(self, file: Path) -> bool:
@@ -158,7 +158,7 @@ class Plan:
 
 
 def command_to_continue(sweep_dir: str) -> str:
-    """Return this process's command line in a form that works as printed and uses the same directory."""
+    """Return a shell command that repeats this process's command line with the same sweep directory."""
     command, own = CommandLine.of_this_process(), sys.argv[1:]
     given = [each.partition("=")[2] for each in own if each.lstrip("+").startswith(f"{DIR}=")]
     if given[-1:] not in ([sweep_dir], [quoted(sweep_dir)]):

@@ -1,7 +1,7 @@
-"""The result of a job, ``result.json`` in its output directory, and the search for jobs in directories.
+"""Reads and writes the result of a job, ``result.json`` in its output directory, and finds the jobs in directories.
 
-A job without the file was killed, or ran without the comparison; its result is then derived from the files of Hydra and
-the ranks. A directory is a run, a sweep, or neither. Reading never changes a file.
+If a job was killed, or ran without the callback ``compare``, it has no such file; its result is then derived from the
+files that Hydra and the ranks wrote. A directory is that of a run, that of a sweep, or neither.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from stagereg.sweep.run import Run
 
 RESULT = "result.json"
 FORMAT = 1
-CONFIG = Path(".hydra", "config.yaml")  # a job's config, written by Hydra
+CONFIG = Path(".hydra", "config.yaml")  # file in which Hydra saves the config of a job
 OVERRIDES = Path(".hydra", "overrides.yaml")
-_SWEEP = "multirun.yaml"  # written by Hydra's sweepers in a sweep's directory
-_MARKS = (file_name(0), RESULT, str(OVERRIDES))  # files that identify the directory of a job
-_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # errors after signals
+_SWEEP = "multirun.yaml"  # file that Hydra's sweepers write into the directory of a sweep
+_MARKS = (file_name(0), RESULT, str(OVERRIDES))  # A directory with one of these files is that of a job.
+_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # errors caused by signals
 
 
 @dataclass(frozen=True)
 class JobResult:
     """The result of a job."""
 
-    directory: Path  # output directory
-    status: str = "completed"  # or `"failed"`, or `"unfinished"`: killed, preempted, or still running
-    error: str | None = None  # the failure, or `None`
+    directory: Path  # output directory of the job
+    status: str = "completed"  # "completed", "failed", or "unfinished" (killed, preempted or still running)
+    error: str | None = None  # message of the failure; `None` if the job did not fail
     overrides: tuple[str, ...] = ()  # overrides of the task, without those that only distinguish repeats
-    # Hydra's `num` (`None` outside a sweep), `id` and `name`; `config` is the fingerprint of the config
+    # Hydra's `num` (`None` outside a sweep), `id` and `name` of the job, and `config`, a hash of its config
     job: dict[str, Any] = field(default_factory=dict)
-    repeat: int = 0  # number of the run of its combination, from 0
-    again: bool = False  # whether this is an A/A job
-    started: float = 0.0  # seconds since the epoch
-    seconds: float = 0.0  # duration
-    returned: Any = None  # return value of the task, in JSON
-    figures: dict[str, float] = field(default_factory=dict)  # metrics, see `stagereg.sweep.figures.figures`
-    versions: dict[str, str] = field(default_factory=dict)  # stagereg, torch, hydra-core and python
-    environment: dict[str, Any] = field(default_factory=dict)  # machine, see `stagereg.bench.environment`
-    command: str = ""  # command line that runs this job alone; empty if unknown
-    resumed: int | None = None  # step from which the job resumed; `None` if it started from scratch
+    repeat: int = 0  # which run of its combination this job is, counted from 0
+    again: bool = False  # whether this is an A/A job, which repeats a combination to measure the noise
+    started: float = 0.0  # start of the job, in seconds since the epoch
+    seconds: float = 0.0  # duration of the job
+    returned: Any = None  # return value of the task, converted to JSON types
+    figures: dict[str, float] = field(default_factory=dict)  # metrics by name, see `stagereg.sweep.figures.figures`
+    versions: dict[str, str] = field(default_factory=dict)  # versions of stagereg, torch, hydra-core and python
+    environment: dict[str, Any] = field(default_factory=dict)  # the machine, see `stagereg.bench.environment`
+    command: str = ""  # command line that runs only this job; empty if unknown
+    resumed: int | None = None  # step from which the job resumed; `None` if the job started from scratch
 
     def write(self) -> Path:
-        """Write the result to its directory atomically. Raises ``OSError``."""
+        """Write the result atomically to ``result.json`` in the job's directory. Raises ``OSError``."""
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
         fields["figures"] = json_numbers(self.figures)
         text = json.dumps(plain({"format": FORMAT, **fields, "returned": plain(self.returned)}), indent=1)
@@ -83,9 +83,9 @@ class JobResult:
 
     @classmethod
     def of_directory(cls, directory: Path | str) -> JobResult:
-        """Return the result of the job in ``directory``, from its file, or without one from the records of its ranks.
+        """Return the result of the job in ``directory``, from its result file or else from the records of its ranks.
 
-        A job whose result cannot be read is unfinished; its error has the reason.
+        If the result file is unreadable, the job counts as unfinished, and ``error`` contains the reason.
         """
         directory = Path(directory)
         try:
@@ -98,26 +98,26 @@ class JobResult:
 
     @property
     def identity(self) -> Identity:
-        """The identity of this job in its sweep, independent of the job's number."""
+        """What identifies this job in its sweep: its overrides, repeat and A/A flag, but not its number."""
         return Identity(frozenset(by_key(self.overrides).items()), self.repeat, self.again)
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The sort key of the planned order: number, then directory, with ``9`` before ``10``."""
+        """The sort key for the planned order: the job number, then the directory, with ``9`` before ``10``."""
         num, parts = self.job.get("num"), re.split(r"([0-9]+)", str(self.directory))
         parts[1::2] = [f"{len(digits):04}{digits}" for digits in (part.lstrip("0") for part in parts[1::2])]
         return math.inf if num is None else num, parts
 
 
 def results(sweep_dir: Path | str) -> list[JobResult]:
-    """Return the jobs like :func:`jobs_in`. Raises ``ConfigError`` if there are no jobs."""
+    """Return the jobs in a sweep's directory, in planned order. Raises ``ConfigError`` if it contains no jobs."""
     if not (jobs := jobs_in(root := Path(sweep_dir))):
         raise ConfigError(_nothing_in(root))
     return jobs
 
 
 def jobs_in(root: Path) -> list[JobResult]:
-    """Return every job in or under a directory, in planned order; other sweeps under it are excluded."""
+    """Return all jobs in a directory and its subdirectories, in planned order. Other sweeps under it are skipped."""
     jobs = []
     for folder, below, _ in os.walk(root):
         path = Path(folder)
@@ -130,7 +130,7 @@ def jobs_in(root: Path) -> list[JobResult]:
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Return whether ``directory`` is a run or a sweep, which has Hydra's sweep file or numbered jobs."""
+    """Return whether ``directory`` is that of a run or a sweep. A sweep has Hydra's sweep file, or numbered jobs."""
     if is_job(directory):
         return "run"
     numbered = (one for one in directory.glob("[0-9]*") if decimal(one.name) is not None)
@@ -142,14 +142,14 @@ def kind_of(directory: Path) -> Literal["run", "sweep"]:
 
 
 def is_completed(directory: Path | str) -> bool:
-    """Return whether a directory has the result of a completed job."""
+    """Return whether ``directory`` contains the result file of a completed job."""
     with contextlib.suppress(ConfigError):
         return JobResult.read(directory).status == "completed"
     return False
 
 
 def is_job(path: Path) -> bool:
-    """Return whether a folder is the directory of a job."""
+    """Return whether ``path`` is the output directory of a job."""
     return not (path / _SWEEP).is_file() and any((path / name).is_file() for name in _MARKS)
 
 
@@ -180,14 +180,14 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file atomically; if several processes write at the same time, the last one wins."""
+    """Write a file atomically. If several processes write at the same time, the file of the last one remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_small(path, content, flush=False)
     return path
 
 
 def _figure(value: Any) -> float:
-    """Return the number of a metric; NaN and infinity are strings in the file."""
+    """Convert the value of a metric in the file to float. NaN and infinity are strings in the file."""
     if not (value in ("nan", "inf", "-inf") or type(value) in (int, float)):
         raise ValueError(f"a metric is {value!r:.100}")
     return float(value)
@@ -219,7 +219,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "command": _is_text,
     "resumed": lambda value: value is None or is_whole(value),
 }
-"""Checks of a result's fields; the metrics are checked during reading."""
+"""For each field of a result file, a function that checks its value. Metrics are checked separately."""
 
 
 def _of(kind: type[Any], value: Any) -> Any:

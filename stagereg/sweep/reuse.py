@@ -1,4 +1,4 @@
-"""Finds jobs of a sweep that already exist in its directory: same combination, repeat and config, any job number."""
+"""Finds existing jobs that a new sweep in the same directory can reuse: same combination, repeat and config."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 
 
 class SweepError(ConfigError, ConfigCompositionException):
-    """Invalid sweep settings; no job has run."""
+    """The settings of a sweep are invalid. Raised before any job runs."""
 
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock the directory of a sweep; a kill releases the lock. Raises ``SweepError`` if another sweep holds it."""
+    """Hold the lock of a sweep directory. A kill releases the lock. Raises ``SweepError`` if another sweep holds it."""
     from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 
     folder = directory / LOCKED
@@ -49,16 +49,16 @@ def held(directory: Path) -> Iterator[None]:
 
 
 class Reuse:
-    """The jobs in the directory of a sweep, and the free job numbers.
+    """The existing jobs in the directory of a sweep, and the unused job numbers.
 
     Attributes:
-        changed: differences of planned jobs from existing jobs with the same overrides but another config.
+        changed: messages about planned jobs that have the overrides of an existing job, but a different config.
     """
 
     def __init__(self, root: Path) -> None:
         self._found: defaultdict[Identity, list[JobResult]] = defaultdict(list)
         self.changed: list[str] = []
-        below = [job for job in jobs_in(root) if job.directory != root]  # the directory may be a run's, too
+        below = [job for job in jobs_in(root) if job.directory != root]  # The directory may also be that of a run.
         for job in sorted(below, key=lambda job: job.status != "completed"):
             self._found[job.identity].append(job)
         taken = {decimal(path.name) for path in root.glob("[0-9]*")} | set(map(_number, below))
@@ -66,14 +66,14 @@ class Reuse:
         self._used: set[int] = set()
 
     def find(self, identity: Identity, name: str, config: Mapping[str, str]) -> JobResult | None:
-        """Return an existing job equal to this job of the program ``name``, preferably completed, or ``None``."""
+        """Return an existing job with this identity, program ``name`` and config, preferably completed, or ``None``."""
         differences = []
         for job in self._found[identity]:
             program = job.job.get("name", name)
             difference = f"of {program}" if program != name else _difference(job, config)
             if not difference and job.status == "unfinished" and (job.directory / RESULT).exists():
                 again = f"Delete {job.directory} to run that job again, or choose another hydra.sweep.dir."
-                raise SweepError(f"{job.error} {again}")  # unreadable result
+                raise SweepError(f"{job.error} {again}")  # The result file is unreadable.
             if not difference:
                 return job
             differences.append(f"job {_number(job)} {difference}")
@@ -81,7 +81,7 @@ class Reuse:
         return None
 
     def number(self, job: JobResult | None) -> int:
-        """Return the number of an existing job, or a free one if ``job`` is ``None`` or its number is already used."""
+        """Return the number of ``job``, or an unused number if ``job`` is ``None`` or its number is already taken."""
         number = _number(job) if job else -1
         if number < 0 or number in self._used:
             number = next(self._free)
@@ -90,7 +90,7 @@ class Reuse:
 
 
 def expect_own(directory: Path, found: JobResult | None, identity: Identity) -> None:
-    """Raise ``SweepError`` if the output directory of a job to launch contains another job."""
+    """Raise ``SweepError`` if the output directory of a new job already contains a different job."""
     if not is_job(directory) or (found is not None and os.path.samefile(directory, found.directory)):
         return
     other = JobResult.of_directory(directory).identity
@@ -102,7 +102,7 @@ def expect_own(directory: Path, found: JobResult | None, identity: Identity) -> 
 
 
 def flat(node: Any, key: str = "") -> dict[str, str]:
-    """Return the values of a config by key, as text, without the sweep's own options."""
+    """Flatten a config: return a dict from dotted keys to values as strings, without options of the sweep itself."""
     if not node or not isinstance(node, (dict, list)):
         return {} if key in SWEEP_KEYS else {key: repr(node)}
     items = node.items() if isinstance(node, dict) else enumerate(node)
@@ -110,19 +110,19 @@ def flat(node: Any, key: str = "") -> dict[str, str]:
 
 
 def as_saved(config: DictConfig) -> Any:
-    """Return the config of a job as Hydra saves it."""
+    """Return the config of a job in the form in which Hydra saves it to a file."""
     task = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])  # type: ignore[misc]
     return OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(task)), resolve=False)
 
 
 def fingerprint(config: Mapping[str, str]) -> str:
-    """Return a hash of a flat config and the environment variables it uses."""
+    """Return a hash of a flat config and of the environment variables that the config refers to."""
     named = {name: os.environ.get(name) for text in config.values() for name in _VARIABLE.findall(text)}
     return hashlib.sha256(json.dumps([config, named], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _difference(job: JobResult, config: Mapping[str, str]) -> str:
-    """Return one difference between a job's config and another config; empty if they are equal."""
+    """Return a text about one difference between a job's config and ``config``, or an empty string without one."""
     file = job.directory / CONFIG
     own = job.job.get("config")
     if not file.exists() and not own:

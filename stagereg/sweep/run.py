@@ -1,7 +1,7 @@
-"""Reads the records of a run's ranks, the lines of :mod:`stagereg.base.record`.
+"""Reads the records of a run: the files ``metrics.jsonl`` that its ranks write with :mod:`stagereg.base.record`.
 
-A corrupt line is skipped and counted; a truncated last line of a killed process is not counted. A rank without an
-``end`` was killed or is running. If several programs recorded in one directory, the latest run is read.
+A corrupt line is skipped and counted, except a truncated last line, which a killed process may leave. A rank without
+the event ``end`` was killed or is still running. If a directory has records of several runs, the latest run is read.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from stagereg.sweep.files import LATEST_TIME, lines_of
 
 _NAME = re.compile(r"metrics(?:\.rank([0-9]{1,8}))?\.jsonl")
 _JOINED = ("steps", "shadowed", "samples")
-_MOST = float(1 << 63)  # limit for bytes, steps and seconds
+_MOST = float(1 << 63)  # maximum for bytes, steps and seconds
 _MOST_RANKS = 1 << 24
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
 
 
 @dataclass(frozen=True)
 class Span:
-    """An operation that took time on a rank."""
+    """The time span of an operation on a rank, for example of staging."""
 
     step: int  # training step
-    start: float  # seconds since the epoch, see `stagereg.base.record.now`
+    start: float  # start in seconds since the epoch, see `stagereg.base.record.now`
     seconds: float  # duration
-    nbytes: int = 0  # bytes moved; 0 if not recorded
-    near: bool = False  # whether the save went only to the local tier
+    nbytes: int = 0  # bytes copied or written; 0 if not recorded
+    near: bool = False  # whether the save was only to the local tier
 
     @property
     def end(self) -> float:
@@ -46,17 +46,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Started:
-    """The start of an attempt up to its first step, as rank 0 reported it."""
+    """The period from the start of an attempt to its first step, as recorded by rank 0."""
 
     step: int  # first step of the attempt
-    since: float  # time of the previous step, or of the run's start
-    phases: dict[str, float]  # seconds by phase of `stagereg.extensions.goodput.phases.PHASES`
+    since: float  # time of the last step of the previous attempt, or of the start of the run
+    phases: dict[str, float]  # seconds in each phase of `stagereg.extensions.goodput.phases.PHASES`
     number: int = 0  # number of the restart
-    why: str = ""  # the failure before the attempt, or empty
-    source: str = ""  # checkpoint from which the attempt resumed, or empty
-    origin: str = ""  # kind of the source: "tier", "store", or "survivors"
-    again: int = 0  # repeated steps
-    restored: int = 0  # step from which the attempt resumed, or 0
+    why: str = ""  # the failure that ended the previous attempt; empty if none is known
+    source: str = ""  # checkpoint from which the attempt resumed; empty if it started from scratch
+    origin: str = ""  # where the source was: "tier", "store", or "survivors" (an emergency save)
+    again: int = 0  # number of steps that the attempt had to repeat
+    restored: int = 0  # step from which the attempt resumed; 0 if it started from scratch
     checkpoints: str = ""  # checkpoint directory of the run
 
     @property
@@ -66,44 +66,44 @@ class Started:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The records of a rank. All times are seconds since the epoch, on the clock of the rank's machine."""
+    """The records of one rank in one attempt. Times are seconds since the epoch, by the clock of the rank's machine."""
 
     rank: int
     start: dict[str, Any] = field(default_factory=dict)  # world size, host and versions
-    steps: tuple[tuple[int, float], ...] = ()  # (step, end time); from `stagereg.log` if nothing else recorded steps
-    stalls: tuple[Span, ...] = ()  # stalls of the training loop by saves
-    stages: tuple[Span, ...] = ()  # staged copies, with this rank's bytes of tensor data
+    steps: tuple[tuple[int, float], ...] = ()  # (step, end time) of each step
+    stalls: tuple[Span, ...] = ()  # when the training loop waited for a save
+    stages: tuple[Span, ...] = ()  # when the state was copied, with the bytes of this rank's tensors
     writes: tuple[Span, ...] = ()  # from the end of staging on all ranks to the commit, with bytes of this rank's files
     lost: tuple[tuple[int, str], ...] = ()  # (step, error) of failed saves to checkpoint storage
     tier_writes: tuple[Span, ...] = ()  # writes to the local tier
-    transfers: tuple[Span, ...] = ()  # copies of steps of the local tier to other machines
+    transfers: tuple[Span, ...] = ()  # copies from the local tier to other machines
     fallbacks: tuple[tuple[int, int, str], ...] = ()  # (step, repeated steps, reason) of restores that skipped a step
-    # slow ranks, recorded on rank 0: (rank, machine, first or last slow step, whether slow, seconds of a step that
-    # the other ranks wait, seconds of a step)
+    # Changes in slow ranks, recorded on rank 0: (rank, machine, first or last slow step, whether the rank is now slow,
+    # seconds per step for which the other ranks wait, seconds per step).
     stragglers: tuple[tuple[int, str, int, bool, float, float], ...] = ()
-    logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()  # (step, when, values); `None`: not finite
-    join: dict[str, float] | None = None  # steps with data, shadowed steps, samples; summed over completed joins
+    logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()  # (step, time, values); `None`: not finite
+    join: dict[str, float] | None = None  # totals of completed joins: steps with data, steps without data, samples
     end: dict[str, Any] | None = None  # seconds, status, error, peak memory; `None` if killed or still running
-    started: Started | None = None  # on rank 0, after the first step
+    started: Started | None = None  # only on rank 0, after the first step
     resumed: tuple[int, str, float] | None = None  # (step, checkpoint directory, time) of the restore
-    damaged: int = 0  # corrupt lines, without a truncated last line
+    damaged: int = 0  # number of corrupt lines, without a truncated last line
     first: float = 0.0  # time of the first record
     last: float = 0.0  # time of the last record
-    attempt: str = ""  # name of the attempt, see `stagereg.base.record.attempt_of`; may be empty
+    attempt: str = ""  # name of the attempt, see `stagereg.base.record.attempt_of`; empty if not recorded
 
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a run's ranks. The properties describe the last attempt."""
+    """The records of all ranks of a run. Most properties describe the last attempt."""
 
     directory: Path  # output directory of the run
-    ranks: tuple[RankRecord, ...]  # sorted by rank
-    earlier: tuple[Run, ...] = ()  # earlier attempts since the last completed one
-    others: int = 0  # other runs with records in the directory
+    ranks: tuple[RankRecord, ...]  # records of the last attempt, sorted by rank
+    earlier: tuple[Run, ...] = ()  # earlier attempts, but only those after the last completed one
+    others: int = 0  # number of other runs that have records in the directory
 
     @classmethod
     def read(cls, directory: Path | str) -> Run:
-        """Read the files of a run, which may still be running."""
+        """Read the records of a run, even while it is running."""
         directory = Path(directory)
         found = {int(named[1] or 0): path for path in directory.glob(FILES) if (named := _NAME.fullmatch(path.name))}
         if not found:
@@ -128,17 +128,17 @@ class Run:
 
     @property
     def attempts(self) -> tuple[Run, ...]:
-        """All attempts in order; this one is the last."""
+        """All attempts in order. The last one is this object."""
         return (*self.earlier, self)
 
     @property
     def world_size(self) -> int:
-        """The world size, from the records or from the number of files."""
+        """The world size, as recorded, or else derived from the highest rank with records."""
         return max(record.start.get("world_size", record.rank + 1) for record in self.ranks)
 
     @cached_property
     def began(self) -> float:
-        """The start of the first rank. Seconds since the epoch."""
+        """When the first rank started, in seconds since the epoch."""
         return min(record.first for record in self.ranks)
 
     @property
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The status: ``"completed"``, ``"failed"`` (a rank failed), ``"unfinished"`` (killed, preempted, running)."""
+        """The status: "completed", "failed" (a rank failed), or "unfinished" (killed, preempted, or still running)."""
         ends = {record.end["status"] for record in self.ranks if record.end is not None}
         if ends - {"completed", "preempted"}:
             return "failed"
@@ -156,14 +156,14 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The error of the first failed rank, with the rank; empty if no rank failed."""
+        """The number and error of the rank that failed first; empty if no rank failed."""
         failed = [record for record in self.ranks if record.end and record.end["status"] != "completed"]
         first = min(failed, key=lambda record: record.last, default=None)
         return f"rank {first.rank}: {first.end.get('error') or 'failed'}" if first and first.end else ""
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions that rank 0, or the first rank with records, recorded."""
+        """The versions of stagereg, torch, hydra-core and python, as recorded by the first rank with records."""
         return self._texts("stagereg", "torch", "hydra-core", "python")
 
     @property
@@ -176,12 +176,12 @@ class Run:
 
     @property
     def damaged(self) -> int:
-        """The number of corrupt lines of all ranks and attempts, without truncated last lines."""
+        """The number of corrupt lines of all ranks and attempts, not counting truncated last lines."""
         return sum(record.damaged for each in self.attempts for record in each.ranks)
 
 
 def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
-    """Return the attempts of the latest run since its last completed one, like ``extensions.goodput.earlier``."""
+    """Return the attempts of the latest run after its last completed one. ``extensions.goodput`` has the same rule."""
     run, saves_to = run_of(recordings[-1].attempt), _saves_to(recordings[-1])
     own = [each for each in recordings if run_of(each.attempt) == run or (saves_to and _saves_to(each) == saves_to)]
     ends = [(record.end or {}).get("status") == "completed" for record in own[:-1]]
@@ -190,9 +190,9 @@ def _of_one_run(recordings: Sequence[RankRecord]) -> tuple[RankRecord, ...]:
 
 
 def _of_attempt(record: RankRecord, later: int, recordings: Sequence[Sequence[RankRecord]]) -> tuple[RankRecord, ...]:
-    """Return the records of an attempt, one per rank; ``later`` is the number of later attempts with the same name."""
+    """Return the records of an attempt, one per rank. ``later``: the number of later attempts with the same name."""
     named = [[each for each in several if each.attempt == record.attempt] for several in recordings]
-    # Files of ranks beyond the world size are of another attempt in the same directory.
+    # Files of ranks >= the world size belong to a different attempt in the same directory.
     size = record.start.get("world_size", math.inf) if record.rank == 0 else math.inf
     own = (several[-1 - later] for several in named if len(several) > later)
     return tuple(each for each in own if each.rank < size)
@@ -204,7 +204,7 @@ def _saves_to(record: RankRecord) -> str:
 
 @dataclass
 class _Lines:
-    """The lines of one attempt in a file."""
+    """The events of one attempt in the file of a rank."""
 
     attempt: str
     events: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -213,7 +213,7 @@ class _Lines:
 
 
 def _recordings(rank: int, path: Path) -> list[RankRecord]:
-    """Return the attempts in a file by start time; empty if no line belongs to an attempt."""
+    """Return the records of each attempt in the file of a rank, in order of start time."""
     found: list[_Lines] = []
     latest: dict[str, _Lines] = {}
     for line in lines_of(path):
@@ -226,9 +226,9 @@ def _recordings(rank: int, path: Path) -> list[RankRecord]:
             attempt = _text(event, "run")
         except MALFORMED:
             if found:
-                found[-1].damaged += line.endswith(b"\n")  # not a truncated last line
+                found[-1].damaged += line.endswith(b"\n")  # Without a line break, it is a truncated last line.
             continue
-        if value is None:  # an unknown event: of a later version or another program
+        if value is None:  # The event is unknown: a later version or a different program wrote it.
             continue
         if name == "start":
             _check_format(value, path)
@@ -248,7 +248,7 @@ def _record(rank: int, lines: _Lines) -> RankRecord:
         rank=rank,
         attempt=lines.attempt,
         start=events["start"][-1] if events["start"] else {},
-        steps=tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0])),  # without repeats
+        steps=tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0])),  # drops duplicates
         stalls=tuple(events["stall"]),
         stages=tuple(events["stage"]),
         writes=tuple(events["write"]),
@@ -276,11 +276,11 @@ def _check_format(event: Mapping[str, Any], path: Path) -> None:
         )
 
 
-# -- parsers of events: any exception means a corrupt line; unknown fields are ignored
+# -- Parsers of events. If a parser raises any exception, the line is corrupt. Parsers ignore unknown fields.
 
 
 def _number(event: Mapping[str, Any], name: str, most: float = _MOST) -> float:
-    """Return a bounded number of an event: sums and ratios of unbounded numbers could overflow."""
+    """Return a number of an event. Raises ``ValueError`` above ``most``, because sums could overflow."""
     value = event[name]
     if isinstance(value, (bool, str)) or not abs(value) <= most:
         raise ValueError(name)
@@ -292,7 +292,6 @@ def _whole(event: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
 
 
 def _text(event: Mapping[str, Any], name: str) -> str:
-    """Return a string of an event, or an empty string."""
     if not isinstance(value := event.get(name) or "", str):
         raise TypeError(name)
     return value
@@ -345,7 +344,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "start": _start,
     "step": lambda event: (_step(event), float(event["t"])),
     **dict.fromkeys(("stall", "stage", "write", "tier", "copy"), _span),
-    "lost": lambda event: (_step(event), _text(event, "error"), "dir" in event),  # the local tier's have `dir`
+    "lost": lambda event: (_step(event), _text(event, "error"), "dir" in event),  # Only events of the tier have `dir`.
     **dict.fromkeys(("begin", "restart"), _started),
     "resumed": lambda event: (_step(event), _text(event, "dir"), float(event["t"])),
     "straggler": _straggler,

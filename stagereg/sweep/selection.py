@@ -1,4 +1,4 @@
-"""Selects the jobs in a directory that a report compares, and the metric that ranks them."""
+"""Selects the jobs that a report compares, and the metric that ranks the jobs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stagereg.sweep.result import CONFIG, JobResult, kind_of, results
 
 @dataclass(frozen=True)
 class Source:
-    """The jobs in a directory: a single run, or the newest sweep."""
+    """The jobs in a directory: those of the newest sweep, or a single run."""
 
     directory: Path
     jobs: tuple[JobResult, ...]
-    plan: Plan  # settings of the sweep; without jobs if there is no plan file
-    progress: Progress | None  # `None` without a plan file
-    others: int  # jobs of earlier sweeps in the directory
+    plan: Plan  # settings of the sweep; contains no jobs if there is no plan file
+    progress: Progress | None  # `None` if there is no plan file
+    others: int  # number of jobs of earlier sweeps in the directory
 
     @classmethod
     def of(cls, directory: Path) -> Source:
@@ -43,7 +43,7 @@ class Source:
 
     @property
     def notes(self) -> Iterator[str]:
-        """Warnings about a sweep that is not complete, or that shares its directory with earlier sweeps."""
+        """Warnings if the sweep is not complete, or if its directory contains jobs of earlier sweeps."""
         if self.progress and (self.progress.begun or self.progress.not_started):
             advice = "" if self.progress.runs else f" Continue the sweep with: {self.plan.command}"
             yield f"The sweep in {self.directory} is not complete: {self.progress.text}.{advice}"
@@ -54,16 +54,16 @@ class Source:
 def compared(
     sources: Sequence[Source], metric: str = "", direction: str | None = None, matters: float | str | None = None
 ) -> Comparison:
-    """Compare the jobs of directories, by default with the settings of their sweeps.
+    """Compare the jobs of one or more directories. Default settings are those of the sweeps in these directories.
 
     Args:
-        sources: the directories.
-        metric: metric that ranks the jobs; empty for the metric of the sweeps, which must be the same in all.
-        direction: ``None`` for the direction of the sweeps if ``metric`` is their metric, otherwise the metric's own.
-        matters: see :func:`~stagereg.sweep.comparison.compare`; ``None`` for the value of the sweeps, if they agree.
+        sources: the jobs of each directory.
+        metric: the metric that ranks the jobs; empty uses the metric of the sweeps.
+        direction: ``None`` uses the direction of the sweeps if they have the same metric, or else the metric's default.
+        matters: see :func:`~stagereg.sweep.comparison.compare`. ``None`` uses the value of the sweeps, if all agree.
 
     Raises:
-        ConfigError: No completed job has the metric.
+        ConfigError: no completed job has a value of the metric.
     """
     ranking = metric or sources[0].metric
     given = [source.plan.direction for source in sources if source.metric == ranking]
@@ -83,7 +83,7 @@ def compared(
 
 
 def _settings(jobs: Sequence[JobResult]) -> dict[str, Any]:
-    """Return metric, direction and ``matters`` of a sweep without a plan, from the first job's config that has them."""
+    """Return metric, direction and ``matters`` of a sweep without a plan file, from the config of the first job."""
     configs = (yaml_of(job.directory / CONFIG) for job in jobs)
     sweeps = (config.get("sweep") for config in configs if isinstance(config, dict))
     sweep = next((each for each in sweeps if isinstance(each, dict)), {})

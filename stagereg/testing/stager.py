@@ -404,7 +404,6 @@ def _write(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _halves(state: StateDict) -> Any:
-    """Replace each tensor by a view of its second half."""
     return tree_map(lambda x: x.view(-1)[x.numel() // 2 :], state)
 
 

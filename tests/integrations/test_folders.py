@@ -57,7 +57,7 @@ def test_what_a_user_has_beside_named_checkpoints_stays(tmp_path: Path, caplog: 
         delete(tmp_path / name)
     assert [each.name for each in tmp_path.iterdir() if each.suffix == ".ckpt"] == ["two.ckpt"]
     assert [each.name for each in (tmp_path / "two.ckpt").iterdir()] == ["notes\x1b[2J"]
-    assert r"two.ckpt, but only its checkpoints: it also contains notes\x1b[2J" in caplog.text, "fit to be printed"
+    assert r"two.ckpt, because it also contains notes\x1b[2J" in caplog.text, "fit to be printed"
 
 
 def decided(rank: int, world_size: int) -> tuple[object, str, list[bool]]:

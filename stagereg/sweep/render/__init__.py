@@ -1,7 +1,7 @@
 """Renders a comparison as tables, plots and an HTML report.
 
-``tables`` prints tables and writes CSV, ``plots`` draws plots, ``page`` makes the HTML report. All use only the
-comparison and the configs of its jobs. Importing this package imports neither matplotlib nor Jinja2.
+``tables`` prints tables and writes CSV, ``plots`` draws plots, and ``page`` creates the HTML report. The input is the
+comparison and the configs of its jobs. Importing this package does not import matplotlib or Jinja2.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from stagereg.sweep.comparison import Comparison
 from stagereg.sweep.result import write_whole
 
 FILES = ("compare.csv", "compare.svg", "compare.png", "report.html")
-"""The files that :func:`write` writes, in this order."""
+"""The names of the files that :func:`write` may write."""
 
 
 def write(comparison: Comparison, directory: Path | str) -> list[Path]:
-    """Write the files of ``comparison`` and return their paths.
+    """Write the report files of ``comparison`` into ``directory``, and return their paths.
 
-    If there is nothing to draw, or no matplotlib, ``write`` leaves out the plots and removes older ones.
+    If matplotlib is not installed, or no metric has a value, no plots are written, and existing plots are deleted.
     """
     documents = {"compare.csv": tables.csv_text(comparison).encode()}
     try:

@@ -1,4 +1,4 @@
-"""Computes the ranking metric for each value of a swept option, over the other options of a grid."""
+"""Computes the ranking metric for each value of a swept option, aggregated over the values of the other options."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from stagereg.sweep.comparison import Comparison
 
 @dataclass(frozen=True)
 class Option:
-    """A swept option, and the ranking metric by its values.
+    """A swept option, with the median of the ranking metric for each value of the option.
 
-    A combination of the other options counts once per value, with its median, and only if it has finite numbers for
-    every value: otherwise a value that ran only with slow combinations would look slow itself.
+    A combination of the other options counts only if it ran with every value of this option and has finite results.
+    Otherwise, a value that ran only with slow combinations would look slow itself.
     """
 
     name: str
-    medians: dict[str | None, float]  # median of each value, best first; empty if no combination counts
-    runs: dict[str | None, int]
-    counting: int  # combinations of the other options that count
-    others: int  # all combinations of the other options
+    medians: dict[str | None, float]  # by value of the option: the median, best first; empty if no combination counts
+    runs: dict[str | None, int]  # by value of the option: the number of runs
+    counting: int  # number of combinations of the other options that count
+    others: int  # number of all combinations of the other options
 
 
 def options_of(comparison: Comparison) -> list[Option]:
-    """Return the options of a grid; empty unless two or more have several values."""
+    """Return the swept options. If fewer than two options have several values, return an empty list."""
     swept = [name for name in comparison.parameters if len({row.parameters.get(name) for row in comparison.rows}) > 1]
     return [_option(comparison, name) for name in swept] if len(swept) > 1 else []
 

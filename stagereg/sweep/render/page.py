@@ -1,7 +1,7 @@
-"""The HTML report of a sweep in one file: result, tables, plot, configs and environment.
+"""Creates the HTML report of a sweep in one file: result, tables, plot, configs and environment.
 
-The report's content security policy forbids network access and all scripts but one, which sorts and filters the table.
-The report is complete without scripts. Records of runs are escaped. Jinja2 is imported when a report is made.
+The content security policy of the report forbids network access, and all scripts except one that sorts and filters the
+table. Without scripts, the report still shows everything. Text from runs is escaped. Jinja2 is imported on first use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
-    """Return the HTML report of a sweep: result, tables, SVG plot, and the config and command of each row."""
+    """Return the HTML report of a sweep. ``picture``: the plot as SVG, or empty for no plot."""
     import jinja2
     from markupsafe import Markup
 
@@ -49,12 +49,12 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
     )
     environment.filters["css"] = lambda verdict: verdict.lower().replace("/", "")
     environment.filters |= {"shown": shown, "name": tables_of.row_name}
-    environment.filters["parts"] = re.compile(r"[^_.]*[_.]?").findall  # parts of a name; lines may break between
+    environment.filters["parts"] = re.compile(r"[^_.]*[_.]?").findall  # splits a name where a line may break
     table = tables_of.compare_table(comparison)
     script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html").render(
         version=__version__,
-        script=Markup(script),  # a trusted file of this package
+        script=Markup(script),  # not escaped, because it is a file of this package
         script_sha256=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         tables=tables_of,
         title=f"Sweep {comparison.directory.name}",
@@ -71,7 +71,6 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
 
 
 def _details(row: ComparisonRow) -> list[tuple[str, str]]:
-    """Return the titles and texts of a row's details."""
     runs = [f"{job.directory} {job.status}, repeat {job.repeat}, {shown(job.seconds)} s" for job in row.jobs]
     config = next(filter(None, (_text_of(job.directory / CONFIG) for job in row.jobs)), "")
     command = next((job.command for job in row.jobs if job.command), "")
@@ -79,7 +78,7 @@ def _details(row: ComparisonRow) -> list[tuple[str, str]]:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a config; empty if unreadable. Links are rejected: they could expose the reader's files."""
+    """Return the text of a config, or "" if it is unreadable or a link, which could expose a file of the reader."""
     with contextlib.suppress(OSError):
         return read_small(path, YAML_BYTES).decode(errors="replace")
     return ""
@@ -90,7 +89,7 @@ def _shown(value: Any) -> Any:
 
 
 def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return names and values of the environments; all values if runs differ, but only the first run's load."""
+    """Return pairs of name and value of the environments: all different values, but for ``load`` only the first."""
     found: dict[str, dict[str, None]] = {}
     for environment in environments:
         for name, value in environment.items():

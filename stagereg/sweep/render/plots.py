@@ -1,7 +1,7 @@
-"""The plot of a comparison: a panel for each metric, with every run of the first rows in the order of the table.
+"""Draws a comparison: one panel for each metric, which shows every run of the first rows in table order.
 
-The colours suit colour-blind readers (after Okabe and Ito, https://jfly.uni-koeln.de/color/). The same comparison gives
-the same bytes, whatever the user's matplotlibrc. Matplotlib is imported when a plot is made.
+The colours are distinguishable for colour-blind readers (after Okabe and Ito, https://jfly.uni-koeln.de/color/). The
+same comparison gives the same bytes, regardless of the user's matplotlibrc. Matplotlib is imported on first use.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _SHAPES = {
     "A/A": ("s", "#b87900", f"{AGAIN} (A/A)"),
     "": ("o", "#7d8794", "median"),
 }
-"""Shape, colour and legend of a row's median, by its verdict."""
+"""By verdict of a row: marker, colour and legend of its median."""
 _ONE_RUN = "one run"
 _FAILED = "#c4480c"
-_ACROSS = 5  # maximum number of small panels per line
-_MANY = 10  # minimum number of lines for a smaller line height
-_LONGEST = 42  # maximum number of characters of a row's label
-_TITLES = {1: 80, 2: 38, 3: 24, 4: 18, 5: 15}  # maximum number of characters of a panel's title, by panels per line
-_LOGARITHMIC = 30.0  # minimum ratio of the largest to the smallest value for a logarithmic scale
+_ACROSS = 5  # maximum number of small panels side by side
+_MANY = 10  # from this number of lines on, lines are less high
+_LONGEST = 42  # maximum number of characters in the label of a row
+_TITLES = {1: 80, 2: 38, 3: 24, 4: 18, 5: 15}  # maximum characters of a panel title, by number of panels side by side
+_LOGARITHMIC = 30.0  # The scale is logarithmic if the largest value is at least this number of times the smallest.
 
 
 def compare_figure(comparison: Comparison) -> Figure | None:
-    """Return the plot of ``comparison``, or None if no row has a number.
+    """Return the plot of ``comparison``, or ``None`` if no metric has a value.
 
     If no row has the ranking metric, the main panel shows the first metric.
     """
@@ -93,7 +93,6 @@ def compare_figure(comparison: Comparison) -> Figure | None:
 
 
 def _legend(figure: Figure) -> None:
-    """Add a legend of all marks in the panels, in a fixed order."""
     marks = [each for axes in figure.axes for each in zip(*axes.get_legend_handles_labels(), strict=True)]
     order = [*(label for *_, label in _SHAPES.values()), _ONE_RUN, *RANGES.values()]
     known = {label: handle for wanted in order for handle, label in marks if label == wanted}
@@ -101,15 +100,15 @@ def _legend(figure: Figure) -> None:
     legend = figure.legend(known.values(), known, ncols=7, loc="outside upper left", **spaces)
     for label, handle in zip(known, legend.get_lines(), strict=True):
         if label not in order[:3]:
-            handle.set_color(_SHAPES[""][1])  # neutral: rows of every colour have this mark
+            handle.set_color(_SHAPES[""][1])  # neutral colour, because rows of every colour have this marker
 
 
 def document(figure: Figure, format: str) -> bytes:
-    """Return ``figure`` as a file, ``"svg"`` or ``"png"``; the same figure gives the same document."""
+    """Return the bytes of ``figure`` in the format "svg" or "png". The same figure always gives the same bytes."""
     kept = io.BytesIO()
     metadata = {"Date": None, "Creator": None} if format == "svg" else {"Software": None}
     with _styled(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # an SVG is shown in the reader's fonts anyway
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # An SVG uses the reader's fonts, not matplotlib's.
         figure.savefig(kept, format=format, metadata=metadata)
     return kept.getvalue()
 
@@ -160,7 +159,7 @@ def _draw(axes: Axes, comparison: Comparison, rows: Sequence[ComparisonRow], met
 
 
 def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, comparison: Comparison) -> None:
-    """Add the numbers at the right of each row of the large panel, or the error of a row without a number."""
+    """Write the number of each row, or its error, to the right of the large panel."""
     better = f" ({metric.better} is better)" if metric.better else ""
     scale = ", logarithmic scale" if axes.get_xscale() == "log" else ""
     tie = f", {ALL_TIE}" if metric.name in comparison.undecided else ""
@@ -177,7 +176,6 @@ def _annotate(axes: Axes, rows: Sequence[ComparisonRow], metric: Metric, compari
 
 
 def _label(row: ComparisonRow) -> str:
-    """Return the label of a row: values only, since all rows have the same option names."""
     if row.again:
         return AGAIN
     parts = list(filter(None, (*map(parameter_text, row.parameters.values()), row.versions))) or [row.label]

@@ -1,6 +1,6 @@
-"""A comparison as tables for the terminal, and as CSV with the raw numbers.
+"""Formats a comparison as tables for the terminal, and as CSV with unrounded numbers.
 
-On the terminal, long parameters are wrapped, only the first rows are shown, and a table that is too wide omits metrics.
+The terminal shows only the first rows, wraps long parameters, and omits metrics if a table would be too wide.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from stagereg.sweep.metric import Metric, metric
 from stagereg.sweep.number_text import column_texts, counted, parameter_text, shown
 from stagereg.sweep.render.options import options_of
 
-# Columns of numbers that are not metrics of runs.
+# Definitions of columns whose numbers are not metrics of runs.
 RATIO = Metric("vs_best", "vs best", "", "", "The median of the ranking metric, divided by the best row's median.")
 RUNS = Metric("runs", "runs", "", "", "Number of runs, or how many of the runs failed or did not finish.")
-MARKS = {"best": "*", "tie": "~"}  # suffix of the number of a cell with that verdict
+MARKS = {"best": "*", "tie": "~"}  # by verdict of a cell: the suffix of its number
 AGAIN = "the same again"  # name of the A/A row
-ALL_TIE = "all tie"  # in the head of a column in which all rows tie
-MOST_ROWS = 15  # on the terminal and in the plot
+ALL_TIE = "all tie"  # text in the head of a column in which all rows tie
+MOST_ROWS = 15  # maximum number of rows on the terminal and in the plot
 _LEGEND = {"best": "* best of its column", "tie": "~ ties with the best"}
-RANGES = {False: "minimum to maximum", True: "middle half of the runs"}  # key: whether there are more than five runs
+RANGES = {False: "minimum to maximum", True: "middle half of the runs"}  # by whether there are more than five runs
 _AGAIN = f"{AGAIN.capitalize()} (A/A) repeats the combination above. The two rows differ by noise; A/A is not ranked."
 _TO, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 FOLDED = 24  # maximum characters per line of a parameter or column head
@@ -43,11 +43,11 @@ _INDENT = 2  # spaces before a table and between its columns
 
 @dataclass(frozen=True)
 class Shown:
-    """A formatted cell."""
+    """A cell with its numbers formatted as text."""
 
     cell: Cell
-    text: str  # median
-    range: str  # low and high end of the runs; empty if equal in these digits
+    text: str  # the median
+    range: str  # the low and the high end of the runs; empty if both look equal
     verdict: str  # `"best"`, `"tie"` or empty; always empty in a column in which all rows tie
 
     @property
@@ -63,13 +63,13 @@ class Table:
     """A table for the terminal or the HTML report."""
 
     title: str
-    columns: tuple[str | Metric, ...]  # heads: texts, or metrics, whose column has cells
-    rows: tuple[tuple[Value, ...], ...]  # numbers are formatted later; `None` is a gap
+    columns: tuple[str | Metric, ...]  # column heads: strings for text columns, metrics for columns of numbers
+    rows: tuple[tuple[Value, ...], ...]  # unformatted values; `None` is an empty cell
     caption: str = ""
 
 
 def compare_table(comparison: Comparison) -> Table:
-    """Return the rows, best first: verdict, parameters, ranking metric, ratio to the best, runs, other metrics."""
+    """Return the main table, best row first: verdict, parameters, ranking metric, ratio to the best, other metrics."""
     rows, ranking = comparison.ranked, comparison.ranking
     columns: list[tuple[str | Metric, Sequence[Value]]] = [("verdict", [verdict(comparison, row) for row in rows])]
     for at, name in enumerate(comparison.parameters or ("combination",)):
@@ -90,18 +90,18 @@ def compare_table(comparison: Comparison) -> Table:
 
 
 def verdict(comparison: Comparison, row: ComparisonRow) -> str:
-    """Return the verdict on a row by the ranking metric; empty if all rows tie."""
+    """Return the verdict of a row by the ranking metric, or an empty string if all rows tie."""
     found = row.verdict(comparison.ranking.name)
     return found if found not in MARKS or tells_apart(comparison, comparison.ranking.name) else ""
 
 
 def tells_apart(comparison: Comparison, name: str) -> bool:
-    """Return whether a metric has several candidates, not all of which tie with the best."""
+    """Return whether a metric distinguishes rows: at least one row does not tie with the best row."""
     return name not in comparison.undecided and sum(row.is_candidate(name) for row in comparison.rows) > 1
 
 
 def shown_cells(comparison: Comparison, column: Metric) -> list[Shown | None]:
-    """Return the cells of a metric in the order of the ranked rows."""
+    """Return the formatted cells of a metric, in the order of ``comparison.ranked``."""
     cells = [row.cells.get(column.name) for row in comparison.ranked]
     texts = iter(column_texts([cell.median for cell in cells if cell]))
     marked = tells_apart(comparison, column.name)
@@ -112,7 +112,7 @@ def shown_cells(comparison: Comparison, column: Metric) -> list[Shown | None]:
 
 
 def _range(cell: Cell, text: str) -> str:
-    """Return the range of the runs with as many digits as the median."""
+    """Format the range of the runs, with the same number of decimal places as ``text``, the median."""
     places = len(text.partition(".")[2])
     low, high = (f"{end:.3g}" if "e" in text else f"{end:,.{places}f}" for end in (cell.low, cell.high))
     return f"{low}{' to ' if '-' in low + high else _TO}{high}" if low != high else ""
@@ -123,7 +123,7 @@ def _ratio_text(ratio: float) -> str:
 
 
 def _given(row: ComparisonRow, name: str, first: bool) -> str | None:
-    """Return a row's parameter as text. The A/A row shows its name instead, since the row above has equal values."""
+    """Return the text of a row's parameter ``name``. The A/A row shows "the same again" in the first column instead."""
     if row.again:
         return AGAIN if first else ""
     if not row.parameters:
@@ -132,7 +132,7 @@ def _given(row: ComparisonRow, name: str, first: bool) -> str | None:
 
 
 def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return the lines below a table of ``rows``: equal columns, a legend of the marks, and notes on single rows."""
+    """Return the lines to print below a table: metrics that are equal in all rows, a legend, and notes on rows."""
     lines = []
     if comparison.equal:
         each = (f"{metric(name).head} {shown(value)}" for name, value in comparison.equal.items())
@@ -145,7 +145,6 @@ def remarks(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _legend(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[str]:
-    """Yield the legend of the marks and ranges in the cells of ``rows``."""
     cells = [(one.name, row.cells[one.name]) for one in comparison.metrics for row in rows if one.name in row.cells]
     marked = {one.name for one in comparison.metrics if tells_apart(comparison, one.name)}
     verdicts = {cell.verdict for name, cell in cells if name in marked}
@@ -165,12 +164,12 @@ def _far_off(comparison: Comparison, row: ComparisonRow) -> Iterator[str]:
 
 
 def row_name(row: ComparisonRow) -> str:
-    """Return a row's combination in Hydra's syntax, and whether the row is the A/A row."""
+    """Return the combination of a row as Hydra overrides, with a suffix for the A/A row."""
     return f"{row.label}, {AGAIN}" if row.again else row.label
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text in one line, without its middle if it is longer than ``longest`` characters."""
+    """Join a text into one line. If it is longer than ``longest`` characters, replace its middle by an ellipsis."""
     flat = " ".join(text.split())
     if len(flat) <= longest:
         return flat
@@ -179,12 +178,12 @@ def shortened(text: str, longest: int) -> str:
 
 
 def first_line(error: str) -> str:
-    """Return the first line of an error that is not empty."""
+    """Return the first line of an error message that is not blank."""
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
 
 
 def option_table(comparison: Comparison) -> Table | None:
-    """Return a table of the ranking metric by each value of each option of a grid, or ``None``."""
+    """Return a table of the ranking metric for each value of each swept option, or ``None`` if it has no rows."""
     options = options_of(comparison)
     texts = iter(column_texts([median for one in options for median in one.medians.values()]))
     rows: list[tuple[Value, ...]] = []
@@ -208,7 +207,7 @@ def option_table(comparison: Comparison) -> Table | None:
 
 
 def terminal(comparison: Comparison) -> None:
-    """Print the comparison: tables, errors, warnings, and the result."""
+    """Print the comparison: tables, errors, warnings and the summary."""
     table, rows = compare_table(comparison), comparison.ranked[:MOST_ROWS]
     if table.caption:
         output.echo(table.caption)
@@ -243,14 +242,13 @@ def terminal(comparison: Comparison) -> None:
 
 
 def _paragraph(text: str, style: str = "", indent: str = " " * _INDENT) -> None:
-    """Print a text wrapped at words to the width of the terminal."""
     width = max(output.line_width() - len(indent), 20)
     for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
         output.echo(f"{indent}{line}", style)
 
 
 def _column(comparison: Comparison, head: str | Metric, values: Sequence[Value]) -> list[str]:
-    """Return the head and texts of a column: numbers right-aligned, the ranking metric with ranges, texts folded."""
+    """Format a column for the terminal: the head, then the cells. Numbers are right-aligned, and texts wrapped."""
     if isinstance(head, str):
         return [_folded(text) for text in (head, *values)]
     cells = [
@@ -274,10 +272,10 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return CSV with a header: verdict, parameters, raw numbers of all metrics, status, error, note and directories.
+    """Return CSV with a header: verdict, parameters, unrounded metrics, status, error, note and job directories.
 
-    ``NAME.low`` and ``NAME.high`` are the range as in the table; directories are a JSON list; unknown values are empty.
-    A text that a spreadsheet program would evaluate as a formula has a ``'`` in front.
+    ``NAME.low`` and ``NAME.high`` are the ends of the range in the table. Directories are a JSON list. Unknown values
+    are empty. A ``'`` is put before a text that a spreadsheet program would otherwise evaluate as a formula.
     """
     names = [*(one.name for one in comparison.metrics), *comparison.equal]
     names.sort(key=lambda name: name != comparison.ranking.name)
