@@ -81,22 +81,22 @@ class _Walk(BoundedUnpickler):
             module = IMPORT_MAPPING.get(module, module)
         full = f"{module}.{name}"
         if full == _MESH:  # torch allows a DeviceMesh without a check
-            raise CheckpointError("it contains a DeviceMesh, whose creation would connect this process to other ranks")
+            raise CheckpointError("the pickle has a DeviceMesh, which would connect this process to other ranks")
         return Name(full)
 
     def persistent_load(self, pid: Any) -> Any:
         kind, of, key, location, count = pid
         if type(pid) is not _Tuple or kind != "storage" or type(of) is not Name or type(key) is not str:
-            raise CheckpointError("its reference to a record has a form that torch.save does not write")
+            raise CheckpointError("a reference to a record has a form that torch.save does not write")
         if type(location) is not str or type(count) is not int or count < 0:
-            raise CheckpointError("its reference to a record has a form that torch.save does not write")
+            raise CheckpointError("a reference to a record has a form that torch.save does not write")
         if count * _STORAGES[of] != len(self._found[f"data/{key}"]):
-            raise CheckpointError(f"its record {key:.20} does not have the size that its pickle specifies")
+            raise CheckpointError(f"the record {key:.20} does not have the size that the pickle specifies")
         return _Storage(count * _PACKED.get(of, 1))
 
     def call(self, of: Any, given: Any) -> Any:
         if type(of) is not Name or type(given) not in (_Tuple, tuple):
-            raise CheckpointError("it contains a call that torch.save does not write")
+            raise CheckpointError("the pickle contains a call that torch.save does not write")
         if of in _RULES:
             return _RULES[of](self, *given)
         if of not in self._allowed:
@@ -105,19 +105,19 @@ class _Walk(BoundedUnpickler):
 
     def build(self, made: Any, state: Any) -> None:
         if type(made) not in (_Object, _Dict):
-            raise CheckpointError("it sets the state of an object that has no state")
+            raise CheckpointError("the pickle sets the state of an object that has no state")
 
     def make_tuple(self, items: list[Any]) -> Any:
         made, inside = _Tuple(items), [item for item in items if type(item) is _Tuple]
         made.depth = 1 + max((item.depth for item in inside), default=0)
         made.ways = 1 + len(items) + sum(item.ways for item in inside)
         if made.depth > _DEEPEST or made.ways > self._most_ways:
-            raise CheckpointError("its tuples are nested too deeply, or repeat the same items too often")
+            raise CheckpointError("the tuples in the pickle are nested too deeply, or repeat the same items too often")
         return made
 
     def set_items(self, of: Any, items: list[Any]) -> None:
         if type(of) not in (dict, _Dict):
-            raise CheckpointError("it sets an item of an object that is not a dict")
+            raise CheckpointError("the pickle sets an item of an object that is not a dict")
         for key in items[::2]:
             self.gone_through(key.ways if type(key) is _Tuple else 0)
         of.update(dict.fromkeys(range(len(of), len(of) + len(items) // 2)))  # placeholder keys, to count items
@@ -125,7 +125,7 @@ class _Walk(BoundedUnpickler):
 
 def _tensor(_: _Walk, storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
     if type(storage) is not _Storage or any(type(each) is not int for each in size):
-        raise CheckpointError("it has a tensor with an invalid shape, or without a record")
+        raise CheckpointError("the pickle has a tensor with an invalid shape, or without a record")
     return _Tensor(math.prod(size) <= storage.elements)
 
 
@@ -138,7 +138,7 @@ def _quantized(reader: _Walk, *given: Any) -> _Tensor:
 
 def _parameter(_: _Walk, data: Any, *more: Any) -> _Tensor:
     if type(data) not in (_Tensor, _Object):
-        raise CheckpointError("it has a parameter that is not a tensor")
+        raise CheckpointError("the pickle has a parameter that is not a tensor")
     return _Tensor(False)
 
 
@@ -153,7 +153,7 @@ def _made_of(*kinds: type) -> Callable[..., Any]:
     def make(_: _Walk, *given: Any) -> Any:
         for each in given:
             if type(each) not in kinds:
-                raise CheckpointError(f"it passes an invalid {type(each).__name__.strip('_').lower()} to a function")
+                raise CheckpointError(f"a call in the pickle has an invalid {type(each).__name__.strip('_').lower()}")
             _expect_whole(each)
         return _Object("")
 
@@ -164,7 +164,7 @@ def _expect_whole(made: Any) -> None:
     """Raise ``CheckpointError`` for a tensor with more elements than its storage, even inside a tuple or list."""
     for each in made if isinstance(made, (tuple, list)) and type(made) is not _Tensor else [made]:
         if type(each) is _Tensor and not each.whole:
-            raise CheckpointError("it has a tensor with more elements than its record contains")
+            raise CheckpointError("the pickle has a tensor with more elements than its record contains")
 
 
 def _dict(reader: _Walk, *given: Any) -> Any:
@@ -173,13 +173,13 @@ def _dict(reader: _Walk, *given: Any) -> Any:
 
 def _bytearray(_: _Walk, *content: Any) -> _Object:
     if content and [*map(type, content)] != [_Bytes]:
-        raise CheckpointError("it contains bytes in a form that Python does not write")
+        raise CheckpointError("the pickle contains bytes in a form that Python does not write")
     return _Object("bytearray")
 
 
 def _encoded(_: _Walk, text: Any, codec: Any) -> Any:
     if type(text) is not str or codec not in ("latin1", "latin-1"):
-        raise CheckpointError("it contains bytes in a form that Python does not write")
+        raise CheckpointError("the pickle contains bytes in a form that Python does not write")
     return _Bytes(text)
 
 

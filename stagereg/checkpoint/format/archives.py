@@ -30,25 +30,25 @@ def records(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
         with zipfile.ZipFile(_Parts([view])) as archive:
             entries = archive.infolist()
     except Exception as error:  # zipfile raises many kinds of errors for invalid files
-        raise ValueError("it is not an archive of torch.save") from error
+        raise ValueError("the data is not an archive of torch.save") from error
     if view[:4] != _LOCAL:
-        raise ValueError("it is not an archive of torch.save")
+        raise ValueError("the data is not an archive of torch.save")
     found: dict[str, memoryview] = {}
     end = 0
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise ValueError("it has compressed or encrypted records, which torch.save does not write")
+            raise ValueError("the archive has compressed or encrypted records, which torch.save does not write")
         begin = entry.header_offset
         if not end <= begin <= len(view) - _LOCAL_FORM.size:
-            raise ValueError("its records overlap, or are not in the order of its directory")
+            raise ValueError("the records of the archive overlap, or are not in the order of the directory")
         begin += _LOCAL_FORM.size + sum(_LOCAL_FORM.unpack_from(view, begin)[-2:])
         end = begin + entry.file_size
         name = _NAME.fullmatch(entry.filename)
         if name is None or end > len(view):
-            raise ValueError("it has a record that is truncated or has an invalid name")
+            raise ValueError("the archive has a record that is truncated or has an invalid name")
         found[name[1]] = view[begin:end]
     if len({name.lower() for name in found}) < len(entries):  # torch ignores case in names
-        raise ValueError("it has two records with the same name")
+        raise ValueError("the archive has two records with the same name")
     return found
 
 

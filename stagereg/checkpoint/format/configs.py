@@ -42,7 +42,7 @@ def expect_whole(config: Any) -> None:
     except Exception:
         same = False
     if not same:
-        raise TypeError("it is part of a config, and its interpolations refer to values in the rest of that config")
+        raise TypeError("the value is part of a config, and its interpolations refer to other parts of that config")
 
 
 def made(kind: str, content: Any, flags: list[bool | None]) -> Any:

@@ -247,7 +247,7 @@ def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
     if kind.startswith(_NUMPY):
         return _of_numpy(kind.removeprefix(_NUMPY), _decode(value, None, rank, depth))
     if kind not in _CONTAINERS:
-        raise ValueError(f"it contains the unknown type {kind:.100}")
+        raise ValueError(f"unknown type {kind:.100}")
     made = _CONTAINERS[kind]()
     pairs = value.items() if type(value) is dict else ((_decode(key, None, rank, depth), item) for key, item in value)
     for key, item in pairs:
@@ -255,14 +255,14 @@ def _decode(tree: Any, name: str | None, rank: str, depth: int) -> Any:
     attributes = _decode(tree["attributes"], None, rank, depth) if "attributes" in tree else {}
     for attribute, item in attributes.items():
         if hasattr(type(made), attribute):
-            raise ValueError(f"a container in it overrides the attribute {attribute:.50} of its class")
+            raise ValueError(f"a container overrides the attribute {attribute:.50} of its class")
         setattr(made, attribute, item)
     return made
 
 
 def _of_numpy(dtype: str, number: Any) -> Any:
     if not _NUMBERS.fullmatch(dtype) or type(number) not in (bool, int, float):
-        raise ValueError(f"it contains an invalid number of dtype {dtype:.100}")
+        raise ValueError(f"invalid number of dtype {dtype:.100}")
     try:
         import numpy
     except ImportError:

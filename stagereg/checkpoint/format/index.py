@@ -235,13 +235,13 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
 
 def _check(data: Any, sizes: Mapping[str, int]) -> None:
     if type(data) is not dict or data.get("format") != _FORMAT:
-        raise ValueError(f"its format is not {_FORMAT}")
+        raise ValueError(f"the format of the index is not {_FORMAT}")
     files, tensors, objects = data["files"], data["tensors"], data["objects"]
     if type(files) is not list or any(type(kind) is not dict for kind in (tensors, objects, data["state"])):
-        raise TypeError("a section of it has the wrong type")
+        raise TypeError("a section of the index has the wrong type")
     for name in files:
         if name not in sizes:
-            raise ValueError(f"it refers to the file {name!r:.100}, which is not in the manifest")
+            raise ValueError(f"the index refers to the file {name!r:.100}, which is not in the manifest")
     extents: list[Any] = []
     for name, (dtype, shape, chunks) in tensors.items():
         itemsize = DTYPES[dtype].itemsize

@@ -106,14 +106,14 @@ class Manifest:
         try:
             data = json.loads(text)
         except RecursionError:
-            raise ValueError("it is nested too deeply") from None
+            raise ValueError("the manifest is nested too deeply") from None
         if type(data) is not dict or data.get("format") != _FORMAT:
-            raise ValueError(f"it is not a manifest of format {_FORMAT}")
+            raise ValueError(f"the file is not a manifest of format {_FORMAT}")
         storage, files = data.get("storage"), data.get("files")
         if not isinstance(storage, str) or not is_name(storage):
             raise ValueError(f"invalid name of a storage: {storage!r:.100}")
         if not isinstance(files, dict) or not all(isinstance(mark, dict) for mark in files.values()):
-            raise ValueError("it lists no files")
+            raise ValueError("the manifest lists no files")
         for name in files:
             if not is_name(name) or name in (".", "..", MANIFEST) or set(name) & set("/\\"):
                 raise ValueError(f"{name!r:.100} is not a plain file name")
@@ -132,7 +132,7 @@ class Manifest:
             command=command,
         )
         if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
-            raise ValueError("it was changed after it was written: its CRC-32 or its text differs")
+            raise ValueError("the manifest was changed after it was written: the CRC-32 or the text differs")
         return manifest
 
 
@@ -188,7 +188,7 @@ def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
 def metrics_from_json(data: Any) -> dict[str, float]:
     """Undo :func:`metrics_to_json`. Raises: ``ValueError`` if ``data`` is not a mapping of names to numbers."""
     if not isinstance(data, dict) or not all(is_name(name) for name in data):
-        raise ValueError("its metrics are not a mapping of names to numbers")
+        raise ValueError("the metrics are not a mapping of names to numbers")
     for name, value in data.items():
         if value not in ("nan", "inf", "-inf") and not (type(value) is float and math.isfinite(value)):
             raise ValueError(f"the metric {name} is not a number: {value!r:.100}")
@@ -202,12 +202,12 @@ def now() -> int:
 
 def _lost(data: Any, world_size: int) -> dict[str, list[str]]:
     if not isinstance(data, dict) or not all(isinstance(each, list) for each in data.values()):
-        raise ValueError("its field 'lost' is not a mapping of ranks to lists")
+        raise ValueError("the field 'lost' is not a mapping of ranks to lists")
     numbers = [decimal(rank) for rank in data]
     if None in numbers or not all(isinstance(x, str) and is_name(x) for names in data.values() for x in names):
-        raise ValueError("its field 'lost' does not map numbers of ranks to names")
+        raise ValueError("the field 'lost' does not map numbers of ranks to names")
     if not all(number is not None and number < world_size for number in numbers):
-        raise ValueError(f"its field 'lost' has a rank >= the world size {world_size}")
+        raise ValueError(f"the field 'lost' has a rank >= the world size {world_size}")
     return data
 
 

@@ -25,7 +25,7 @@ _ITEMS = 1 << 15  # maximum items that all calls together may copy, plus one for
 
 class _Instructions(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
-        raise ValueError(f"its pickle has the unsupported instruction {code}")
+        raise ValueError(f"the pickle has the unsupported instruction {code}")
 
 
 class Name(str):
@@ -64,7 +64,7 @@ class BoundedUnpickler(pickle._Unpickler):
         """
         self._items_left -= items
         if self._items_left < 0:
-            raise ValueError("its pickle uses the same large values too often")
+            raise ValueError("the pickle uses the same large values too often")
 
     def _count(self, values: Any, levels: int = 3) -> None:
         for value in values:
@@ -94,7 +94,7 @@ class BoundedUnpickler(pickle._Unpickler):
     def _tuple_of(self, count: int) -> None:
         items = self.stack[-count:]
         if len(items) < count:
-            raise ValueError("a tuple in its pickle lacks items")
+            raise ValueError("a tuple in the pickle lacks items")
         self.stack[-count:] = [self.make_tuple(items)]
 
     def _marked_tuple(self) -> None:
@@ -116,7 +116,7 @@ class BoundedUnpickler(pickle._Unpickler):
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            raise ValueError("it appends to an object that is not a list")
+            raise ValueError("the pickle appends to an object that is not a list")
         self.stack[-1].extend(items)
 
     def _item_set(self) -> None:

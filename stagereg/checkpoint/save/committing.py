@@ -320,7 +320,7 @@ class _Work:
         write, to = self._write, self._to
         write.at = "committing"
         if write.abandoned:
-            raise SaveTimeoutError("it took too long and was aborted")
+            raise SaveTimeoutError("the save took too long and was aborted")
         state = self._merging.put_together([each.structures for each in written])
         if lasting is None:
             again = to.finish(self._path, None, [])

@@ -76,10 +76,10 @@ class GeneratorState:
         """Raise the ``CheckpointError`` that :meth:`load_state_dict` would raise. Does not change the generator."""
         kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
         if kind is None:
-            raise CheckpointError("it is not the state of a random number generator")
+            raise CheckpointError("the saved value is not the state of a random number generator")
         if kind != self._kind:
             raise CheckpointError(
-                f"it is the state of another kind of generator: expected {self._kind!r}, got {kind!r:.100}. Make a "
+                f"the saved state is of another kind of generator: expected {self._kind!r}, got {kind!r:.100}. Make a "
                 "generator of that kind, or remove this one from the state"
             )
         try:

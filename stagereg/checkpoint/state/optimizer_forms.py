@@ -135,7 +135,7 @@ def refuse_another_kind(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]
     if more:
         kind = type(optimizer).__name__
         raise MissingEntryError(
-            f"it is the state of another kind of optimizer than {kind}: it has {_described(there, more)}; {kind} has "
+            f"the state is of another kind of optimizer than {kind}: it has {_described(there, more)}; {kind} has "
             f"{_described(here, own)}"
         )
 

@@ -269,7 +269,7 @@ def select(
     source = _sources([name for own in here for name in own], group_of, saved.get(ALIASES, {}), origins)
     absent = [name for name in source if source[name] not in group_of]
     if missing := absent if names.flat is not None else [name for name in absent if name not in may_miss]:
-        raise CheckpointError(f"it has no state for {len(missing)} parameters of the optimizer: {listed(missing)}")
+        raise CheckpointError(f"no state was saved for {len(missing)} parameters of the optimizer: {listed(missing)}")
     if absent and isinstance(optimizer, torch.optim.LBFGS):
         raise MissingEntryError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
     source = {name: of for name, of in source.items() if of in group_of}
