@@ -18,7 +18,7 @@ from typing import Any
 _LOCAL, _ENTRY = b"PK\3\4", b"PK\1\2"
 _LOCAL_FORM, _ENTRY_FORM = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
 _END64, _LOCATOR, _END = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL"), struct.Struct("<4s4H2LH")
-_SHORT, _LONG = (1 << 16) - 1, (1 << 32) - 1  # 2- and 4-byte values that mean: the value is in an 8-byte field
+_SHORT, _LONG = (1 << 16) - 1, (1 << 32) - 1  # in a 2- or 4-byte field: the value is in an 8-byte field
 _BIG = 1  # type of the zip64 extra field, which has 8-byte numbers
 _NAME = re.compile(r"[^/]+/([\w.+/-]+)", re.ASCII)
 

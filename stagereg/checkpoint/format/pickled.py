@@ -46,12 +46,12 @@ _NO_POSITION = (
     "  for batch in sampler.batches(loader, epochs=...):\n"
     "A stateful loader, such as torchdata's StatefulDataLoader, can be in the state itself"
 )
-_loadable: set[object] = set()  # kinds of wrapping tensors that passed the test of reading back
+_loadable: set[object] = set()  # kinds of wrapping tensors that a test has read back
 
 
 def expect_loadable(name: str, value: Any) -> None:
     """Raise ``CheckpointError``, with advice, if the value called ``name`` could not be read back."""
-    if type(value) is ShardedTensor:  # its shards are dense
+    if type(value) is ShardedTensor:  # the shards of this class are dense
         return
     if isinstance(value, torch.Tensor) and wraps(value):
         if not value.numel():  # no shard of the tensor would be written

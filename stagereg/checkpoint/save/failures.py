@@ -74,7 +74,7 @@ class Failures:
         self._warn(error)
 
     def set_status(self, failed: int | None) -> None:
-        """If failures are warnings, report the failed step ``failed`` when the process exits; ``None`` cancels that."""
+        """If failures are warnings, report the failed step ``failed`` when the process exits; ``None`` cancels it."""
         if (earlier := _STATUS.pop(self._where, None)) is not None:
             shutdown.withdraw_error(earlier)
         if self.warns and failed is not None:

@@ -100,7 +100,7 @@ class SaveThreads:
     def finish_before_restore(self) -> None:
         """Wait for every save before a restore. Raises: ``CheckpointError`` if a save hangs."""
         self.finish()
-        if self.hanging:  # the ranks still exchange messages about the save, and those of the restore would interfere
+        if self.hanging:  # the ranks still exchange messages about the save, and a restore would interfere
             self.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, because the storage hangs.")
 

@@ -145,7 +145,7 @@ class Saver:
 
     @property
     def _every(self) -> int | None:
-        """The number of steps between saves to the last target; ``None`` if that is not fixed, or not required."""
+        """The steps between saves to the last target; ``None`` if the target is optional or has no fixed interval."""
         target = self._threads.last.target
         return target.schedule.every if target.required and type(target.schedule) is Schedule else None
 

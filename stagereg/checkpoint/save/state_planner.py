@@ -163,7 +163,7 @@ class StatePlanner(DefaultSavePlanner):
 
 
 def _is_new(item: WriteItem, taken: Mapping[MetadataIndex, TensorWriteData | None]) -> bool:
-    """Return whether no earlier rank has an item. Raises: ``RankMismatchError`` if an earlier one differs in shape."""
+    """Return whether no earlier rank has an item. Raises: ``RankMismatchError`` if its dtype or shape differs there."""
     if item.index not in taken:
         return True
     one, other = taken[item.index], item.tensor_data
@@ -189,7 +189,7 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
 
 
 def _kind(x: Any) -> object:
-    """Return a key, equal for values with equal plans: a tuple if this module plans it; ``None`` if not a tensor."""
+    """Return a key that is equal for values with equal plans. It is a tuple only if this module plans the value."""
     if split_tensors.is_split(x):
         return x.dtype, x.shape, split_tensors.layout_of(x)
     if type(x) is torch.Tensor:

@@ -160,7 +160,7 @@ def replicated(state: Mapping[str, Any]) -> list[str]:
 
 
 class TensorKind(NamedTuple):
-    """The dtype and shape of a tensor. A restore requires the same kind for a saved tensor and its target."""
+    """The dtype and shape of a tensor. A saved tensor can only be loaded into a tensor of the same kind."""
 
     dtype: torch.dtype
     shape: torch.Size

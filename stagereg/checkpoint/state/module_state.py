@@ -42,7 +42,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def modules_of(value: Any) -> list[torch.nn.Module]:
-    """Return ``value``, a module or a list of modules, as a list without wrappers; an empty list for other values."""
+    """Return the unwrapped modules of ``value``, which is a module or a list of modules; otherwise an empty list."""
     each = list(value) if isinstance(value, (list, tuple)) else [value]
     return [unwrapped(one) for one in each] if all(isinstance(one, torch.nn.Module) for one in each) else []
 

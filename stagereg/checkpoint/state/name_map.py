@@ -41,7 +41,7 @@ class NameMap:
         self.unused: list[str] = []
 
     def rename_entries(self, saved: Collection[str], here: Collection[str]) -> dict[str, str]:
-        """Map each entry name in ``here``, the state, to its name in the checkpoint. Raises: ``CheckpointError``."""
+        """Map each entry of the state (``here``) to its name in the checkpoint. Raises: ``CheckpointError``."""
         self._state = here
         pairs = [pair for pair in self._pairs.items() if any(_below(name, pair[1]) is not None for name in here)]
         moves = _active(pairs, saved)
@@ -113,7 +113,7 @@ class NameMap:
         return found
 
     def _readings(self, entry: str, old: str, new: str) -> list[tuple[str, str]]:
-        """Return the possible meanings of a rename for an entry; first, that both names begin with the entry's name."""
+        """Return how a rename may apply to an entry, first with names that begin with the entry's name."""
         inner = _below(old, entry), _below(new, entry)
         if inner[0] is None:
             inner = _below(old, self._entries.get(entry, entry)), inner[1]
@@ -170,7 +170,7 @@ def advice(
     present: Collection[str],
     alike: Callable[[str, str], bool],
 ) -> str:
-    """Return a text that proposes the options to restore a module with missing names; empty without a likely option.
+    """Return a text that proposes options to restore a module with missing names. It is empty if no option fits.
 
     Args:
         entry: the entry of the module.

@@ -214,7 +214,7 @@ def _values(holder: Any) -> Any:
 
 
 def _holds_object(holder: Any, seen: set[int], depth: int = 0) -> bool:
-    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # milliseconds for a million numbers
+    if depth > _DEEPEST or _PLAIN.issuperset(map(type, _values(holder))):  # fast: milliseconds for a million numbers
         return False
     for value in _values(holder):
         if _is_entry(value):

@@ -113,7 +113,7 @@ def _names(optimizer: Optimizer, params: Sequence[torch.Tensor], state: Mapping[
 
 
 def optimizers_of(value: Any) -> list[Optimizer]:
-    """Return ``value``, an optimizer or a list of optimizers, as a list; an empty list for other values.
+    """Return the optimizers of ``value``, which is an optimizer or a list of optimizers; otherwise an empty list.
 
     A container of optimizers, such as torchtitan's ``OptimizersContainer``, counts as a list. An object without
     ``param_groups`` is not an optimizer: its class has not called ``Optimizer.__init__``.

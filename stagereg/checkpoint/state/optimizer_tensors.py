@@ -76,7 +76,7 @@ def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
 
 
 def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
-    """Yield the dtypes of tensors in a value; ``None`` for a step counter that is not float32, nothing if it is."""
+    """Yield the dtype of each tensor in a value. For a step counter, yield ``None`` unless it is float32."""
     if isinstance(value, torch.Tensor):
         if key != _STEP:
             yield value.dtype
@@ -109,7 +109,7 @@ def _placed(x: torch.Tensor, param: DTensor) -> str | None:
 
 
 def _guessed(x: torch.Tensor, param: DTensor) -> str | None:
-    """Return the placement that a restore infers without a note (:func:`~stagereg.checkpoint.storage.reading`)."""
+    """Return the placement that a restore infers without a note (:mod:`~stagereg.checkpoint.storage.reading`)."""
     if x.shape == param.shape:
         return None
     return REPLICATED if x.ndim == param.ndim > 1 else PLAIN

@@ -52,7 +52,7 @@ class AlignedFile:
         self.blocks: list[int] = []
         self._error: BaseException | None = None  # the error that has stopped all writes
         self._whole = False
-        # Data to write, each with the buffer, if any, that is free afterwards.
+        # Pairs of the data to write, and the buffer (or ``None``) that becomes free afterwards.
         self._writes: queue.Queue[tuple[memoryview, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
         # Not an executor: the exit of the process would wait for its thread, although a disk may never respond.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
@@ -71,7 +71,7 @@ class AlignedFile:
             self._writes.put(None)
             self._thread.join()
         self._target.close(self._whole)
-        self._error = None  # breaks a reference cycle of the error and the caller's memory
+        self._error = None  # breaks a reference cycle between the error and the caller's memory
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""

@@ -151,7 +151,7 @@ class FileStorage(Storage):
             try:
                 yield file
             except RuntimeError:
-                file.raise_error()  # instead of the error that torch's archive writer raises while it unwinds
+                file.raise_error()  # raised instead of the later error of torch's archive writer
                 raise
             self._marks[name] = file.finish()
             self.blocks[name] = tuple(file.blocks)

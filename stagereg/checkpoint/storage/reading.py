@@ -226,7 +226,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
     live = leaf.live
     if split_tensors.is_split(live) and leaf.stored.shape == split_tensors.shape_of(live):
         split = cast("torch.Tensor", live)
-        return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # includes the padding
+        return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # the copy includes the padding
     sharded = live if isinstance(live, DTensor) and leaf.placed != PLAIN else None
     if sharded is not None and leaf.placed is None and sharded.shape == leaf.stored.shape:
         if wraps(sharded):

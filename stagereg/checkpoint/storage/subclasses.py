@@ -39,7 +39,7 @@ def wholes_of(leaf: Leaf) -> list[Whole] | None:
         return None
     start, shape = _wanted(leaf)
     parts = [chunk for chunk in leaf.stored.chunks if _overlap(chunk, start, shape)]
-    if not parts and isinstance(leaf.live, DTensor) and wraps(leaf.live):  # this rank has no elements
+    if not parts and isinstance(leaf.live, DTensor) and wraps(leaf.live):  # this rank has no elements of the tensor
         leaf.value = dtensor_like(leaf.live, cloned(leaf.live._local_tensor))
         return []
     own = [chunk for chunk in parts if (chunk.start, chunk.shape) == (start, shape)]
@@ -75,7 +75,7 @@ def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:
     if isinstance(leaf.live, DTensor) and leaf.live.shape == leaf.stored.shape:
         try:
             leaf.value = dtensor_like(leaf.live, leaf.value)
-        except Exception as error:  # torch calls a view of the subclass
+        except Exception as error:  # torch calls a view method of the subclass
             raise CheckpointError(f"{leaf.name!r:.100} cannot be wrapped in a DTensor: {reason(error)}") from error
 
 
