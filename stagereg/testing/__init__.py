@@ -4,7 +4,7 @@
 died or hung, with their stacks.
 
 ``StagerContract``, ``JoinHookContract``, ``JoinableContract``, ``OnCommitContract``, ``KeepContract``,
-``StorageContract`` and ``TierContract`` are base classes of tests. Each test method checks one requirement for plugin
+``StorageContract`` and ``TierContract`` are base classes of tests. Each test method checks one promise of plugin
 components of a kind, such as stagers. The tests run with or without pytest (``Contract``, ``Outcome``).
 """
 

@@ -2,7 +2,7 @@
 
 The author inherits a contract, and defines how to construct the component, how to run one training step, and which
 result a single process computes. The tests run training loops on several ranks (see ``scenario``), and compare the
-results. ``docs/contracts.md`` lists the requirements and has a complete example.
+results. ``docs/contracts.md`` lists the promises and has a complete example.
 """
 
 from __future__ import annotations

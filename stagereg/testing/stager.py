@@ -42,7 +42,7 @@ class CustomValue:
 
 
 class StagerContract(StagerFidelity):
-    """Inherit this class and implement ``make``. Each method ``test_*`` then tests one requirement for your stager.
+    """Inherit this class and implement ``make``. Each method ``test_*`` then tests one promise of your stager.
 
     :class:`~stagereg.testing.stager_trial.StagerTrial` describes the members to override: ``make``, and for unusual
     stagers ``expected``, ``timeout_s`` and ``device``.
