@@ -22,7 +22,7 @@ _LONGEST = 4096  # maximum characters of a value; an environment variable holds 
 
 
 def resolved(cfg: Any) -> list[tuple[list[str | int], str]]:
-    """Resolve the values in ``cfg``. Return the path and the JSON text of each value that is the same on all ranks."""
+    """Resolve the values in ``cfg``. Return the path and JSON text of each value that does not depend on the rank."""
     from hydra.core.utils import env_override
 
     if not (paths := _paths(cfg)):
@@ -34,7 +34,7 @@ def resolved(cfg: Any) -> list[tuple[list[str | int], str]]:
 
 
 def take(cfg: Any, values: list[tuple[list[str | int], str]]) -> list[str]:
-    """Write :func:`resolved` values into the config. Return the keys whose values differed on this rank."""
+    """Write :func:`resolved` values into the config. Return the keys whose previous values on this rank differ."""
     from omegaconf import read_write
 
     paths, differing = _paths(cfg), []

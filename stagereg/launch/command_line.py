@@ -57,7 +57,7 @@ class CommandLine:
 
 
 def number(cfg: Any, key: str, default: float) -> Any:
-    """Return a number from a config, such as ``nproc``. Parses strings, because ``${oc.env:N}`` is a string."""
+    """Return a number from a config, such as ``nproc``. Parses strings, such as the value of ``${oc.env:N}``."""
     from omegaconf import OmegaConf
 
     value = OmegaConf.select(cfg, key, default=default)

@@ -55,7 +55,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks of a run."""
+    """One start of all ranks of a run. A restart after a failure is another attempt."""
 
     number: int  # number of earlier starts of the run
     task: SchedulerTask  # the task of this launcher, which starts the ranks of one machine
@@ -67,7 +67,7 @@ class Attempt:
 
 @dataclass
 class End:
-    """The end of an attempt on the ranks of this launcher."""
+    """How one start of the run (an attempt) ended on the ranks of this launcher."""
 
     attempt: Attempt
     codes: dict[int, int]  # nonzero exit codes, by rank

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def open_store(rank: int, world_size: int) -> Any:
-    """Connect to the rendezvous store, which rank 0 opens if no launcher has. On one machine, use loopback."""
+    """Connect to the rendezvous store. Rank 0 opens the store if no launcher has. On one machine, use loopback."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
@@ -114,7 +114,7 @@ def process_group(store: Any, rank: int, world_size: int, local_rank: int, local
 
 
 def for_json(value: Any) -> Any:
-    """Convert a value to JSON types, with numbers for one-element tensors. Return ``None`` if JSON does not fit."""
+    """Convert a value to JSON types, and a one-element tensor to a number; ``None`` if JSON cannot represent it."""
     try:
         return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
     except (AttributeError, TypeError, ValueError, RuntimeError):

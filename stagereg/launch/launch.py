@@ -38,7 +38,7 @@ _RANKS_PER_CORE = 4  # maximum number of local ranks for each core
 
 
 class RanksFailedError(LaunchError):
-    """Ranks of a job failed. The message lists each error once, with the rank that raised it."""
+    """Ranks of a job failed. The message lists each failure once, with its rank."""
 
 
 def checked_nproc(value: Any) -> int:
@@ -84,7 +84,7 @@ class _Run:
     task: SchedulerTask
     start: Start
     directory: str
-    overrides: list[str]  # the result of `resume_overrides`
+    overrides: list[str]  # the overrides that resume the run
     number = 0  # the number of the next attempt
 
     def attempt(self) -> End:
@@ -124,7 +124,7 @@ class _Run:
 
 
 def _read_reports(end: End) -> None:
-    """Read the reports of the ranks into ``end``. Errors that another rank caused count only without other errors."""
+    """Read the reports of the ranks into ``end``. Errors caused by other ranks count only if alone."""
     run = end.attempt.store
     end.errors, end.result, end.skipped = run.errors(), run.get("result"), run.get(NEXT_START) or ""
     if not end.codes:

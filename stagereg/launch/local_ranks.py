@@ -43,7 +43,7 @@ class LocalRanks:
                 handler = signal.getsignal(number)
                 if handler is signal.SIG_IGN:  # set by nohup, or by a script that runs this program in the background
                     continue
-                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # a launcher may have set another handler
+                if number != signal.SIGUSR1 or handler is signal.SIG_DFL:  # any other handler is a launcher's
                     self._handlers[number] = signal.signal(number, self._receive)
         return self
 

@@ -117,7 +117,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
 
 
 def _import_plugins() -> None:
-    """Import the plugins that the command line names. Hydra imports the plugins that configs name, in composition."""
+    """Import the plugins that the command line names. Hydra later imports the plugins that configs name."""
     import stagereg.config.plugins as plugins
 
     known = parsed(sys.argv[1:])

@@ -157,7 +157,7 @@ class Rank:
         shutdown.exit_now(1)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Save, then exit this rank unless its job has ended; see :class:`.ThisRank`."""
+        """Call ``save``, then exit this rank unless its job has ended within ``mercy_s``. See :class:`.ThisRank`."""
         save()
         if not self.store.ended.wait(mercy_s):
             self._report_failure(cause(), mercy_s)

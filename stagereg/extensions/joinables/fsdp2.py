@@ -1,9 +1,9 @@
-"""``fsdp2``: a module sharded by ``torch.distributed.fsdp.fully_shard``, in stagereg's ``Join`` or in torch's.
+"""``fsdp2``: joins a module sharded by ``torch.distributed.fsdp.fully_shard``, in stagereg's or torch's ``Join``.
 
-The module runs its collectives only in its forward and backward. A rank without data therefore runs both: a forward on
-an *empty* version of its last inputs, and a backward from zero gradients. Its all-gathers and reduce-scatters then
-match the collectives of the active ranks, and its shards receive the step's reduced gradients. Gradients that the rank
-accumulated without a reduction are part of the next reduction, because FSDP2 adds them.
+The module runs its collectives only in its forward and backward. Therefore a rank without data runs a forward on an
+*empty* version of its last inputs (first dimension 0), and a backward from zero gradients. Its all-gathers and
+reduce-scatters then match the collectives of the active ranks, and its shards receive the step's reduced gradients.
+Gradients that the rank has accumulated without a reduction enter the next reduction, because FSDP2 adds them.
 
 This module uses internals of FSDP2 in torch 2.13 (``distributed/fsdp/_fully_shard``).
 """
@@ -30,7 +30,7 @@ from stagereg.registry import register
 
 @register("join_hook", "fsdp2")
 class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
-    """Shadows an FSDP2 module by running it on empty inputs; the shards' ``grad`` receives the reduced gradients."""
+    """Runs the module on empty inputs in steps of other ranks, so that its shards receive the reduced gradients."""
 
     def main_hook(self) -> None:
         """Run one forward and backward on empty inputs."""
@@ -50,7 +50,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
             with torch.enable_grad():
                 first, *others = joinable.empty_inputs()
                 tensors = self._forward(first)
-                active = joinable.active_that_reduce()  # announced by active ranks after their first forward
+                active = joinable.active_that_reduce()  # active ranks send this after their first forward
                 for inputs in others:
                     tensors += self._forward(inputs)
                 joinable.reduced = active > 0
@@ -72,7 +72,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
         """Stop watching the module, because torch's ``Join`` makes no later call. All shards are already correct."""
         was_shadowed = self.joinable.was_shadowed
         self.joinable.detach()
-        if was_shadowed:  # the loop of the other ranks has kept, zeroed or dropped gradients after its last step
+        if was_shadowed:  # as the loop of other ranks did after its last step: keep, zero or drop the gradients
             self.joinable.forget_gradients()
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
@@ -140,7 +140,7 @@ class Fsdp2Joinable(ReducingJoinable):
 
     @property
     def will_reduce(self) -> bool:
-        """Whether the next backward reduces gradients (``set_requires_gradient_sync``); equal for all submodules."""
+        """Whether the next backward reduces gradients (``set_requires_gradient_sync``), the same in all submodules."""
         groups = _groups(self.module)
         reduces = {bool(group.reduce_grads) for group in groups}
         half_way = any(group._is_hsdp and group.reduce_grads and not group.all_reduce_grads for group in groups)
@@ -152,7 +152,7 @@ class Fsdp2Joinable(ReducingJoinable):
         return reduces != {False}
 
     def on_step(self) -> None:
-        """Announce the step, on a rank with data."""
+        """On a rank with data, announce the step to ranks without data."""
         if not self.is_shadowing:
             self.reduces = torch.is_grad_enabled() and self.will_reduce
             self.trained = [(param, param.requires_grad) for param in self._params]
@@ -160,7 +160,7 @@ class Fsdp2Joinable(ReducingJoinable):
             self.expect_forward()
 
     def leaves(self) -> Iterable[torch.Tensor]:
-        """Return the unsharded parameters, which the forward has used."""
+        """Return the unsharded parameters that the forward has used."""
         each = (param for group in _groups(self.module) for param in group.fsdp_params)
         return (param._unsharded_param for param in each if hasattr(param, "_unsharded_param"))
 
@@ -182,7 +182,7 @@ class Fsdp2Joinable(ReducingJoinable):
             )
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Store an empty version of a step's inputs, and publish the inputs of the first step."""
+        """Store an empty version of a step's inputs. Publish the first one for ranks that never had data."""
         if self.is_shadowing or not torch.is_grad_enabled():
             return
         policy = self.policy
@@ -194,7 +194,7 @@ class Fsdp2Joinable(ReducingJoinable):
         policy.inputs.append(empty)
 
     def after_forward(self, is_step: bool) -> None:
-        """Announce whether the backward after this forward reduces, and set the divisor, on an active rank."""
+        """On a rank with data, announce whether the next backward reduces gradients, and set the divisor."""
         if not is_step or self.is_shadowing:
             return
         membership = self.membership
@@ -207,9 +207,9 @@ class Fsdp2Joinable(ReducingJoinable):
             self.divide_by(membership.read().syncing)
 
     def on_backward(self) -> None:
-        """Handle a backward that is about to add to the gradients.
+        """Called when a backward is about to add to the gradients.
 
-        A rank without data may wait until an active rank has published how its loop treats gradients.
+        A rank without data may wait until another rank has published whether its loop keeps the gradients.
         """
         if self.is_shadowing and self.reduces is not None:
             self.reduces = None
@@ -223,7 +223,7 @@ class Fsdp2Joinable(ReducingJoinable):
         super().on_backward()
 
     def empty_inputs(self) -> list[Any]:
-        """Return the empty inputs of all forwards in this rank's last step, or, without one, another rank's first."""
+        """Return the empty inputs of all forwards in this rank's last step; if none, of another rank's first step."""
         policy = self.policy
         if not policy.inputs:
             policy.wait("inputs", self.session, "publishing the first inputs")
@@ -239,7 +239,7 @@ class Fsdp2Joinable(ReducingJoinable):
         return policy.inputs
 
     def divide_by(self, count: int) -> None:
-        """Make this step's backward divide as if ``count`` ranks trained the module; 0 keeps the usual divisor."""
+        """Make this step's backward divide gradients as if ``count`` ranks trained; 0 keeps the usual divisor."""
         size = self._group.size()
         for group, before, _ in self._divisors:
             group.gradient_divide_factor = (size if before is None else before) * (count or size) / size
@@ -247,7 +247,7 @@ class Fsdp2Joinable(ReducingJoinable):
             group.force_sum_reduction_for_comms = self._group._get_backend(group.device).name() != "nccl"
 
     def forget_gradients(self) -> None:
-        """Keep, zero or drop the gradients of the previous step, as the loop of the active ranks does."""
+        """Keep, zero or drop the gradients of the previous step, as the loop of ranks with data does."""
         for param in _shards(self.module):
             self.policy.forget(param)
 

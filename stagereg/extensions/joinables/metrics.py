@@ -1,7 +1,7 @@
-"""``metrics``: sums and counts over all ranks, in and after a join, so that means are exact means over samples.
+"""``metrics``: sums and counts over all ranks, in and after a join. Means are means over the samples of all ranks.
 
-A mean of the ranks' means is wrong if the ranks have different numbers of samples, and a collective in the loop hangs
-if some ranks have left. Here, every rank accumulates locally, and ranks that have left respond from a thread.
+A mean of the ranks' means is wrong if ranks have different numbers of samples. A collective in the loop hangs if some
+ranks have left the loop. With this joinable, ranks accumulate locally, and ranks that have left respond from a thread.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Number = float | torch.Tensor
 
 @register("join_hook", "metrics")
 class MetricsHook(BuiltInHook["MetricsJoinable"]):
-    """Responds to requests while this rank is in the join without data."""
+    """Responds to other ranks that request the totals of this rank, while this rank has no more data."""
 
     def on_exhausted(self) -> None:
         self.joinable.responder.start()
 
     def main_hook(self) -> None:
-        """Start responding unless started, because torch's ``Join`` makes no earlier call."""
+        """Start responding if not started, because torch's ``Join`` does not call :meth:`on_exhausted`."""
         self.joinable.responder.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -45,8 +45,8 @@ class MetricsHook(BuiltInHook["MetricsJoinable"]):
 class MetricsJoinable(BuiltInJoinable):
     """Accumulates metrics on each rank, and sums them over the ranks on request.
 
-    It does not announce steps, so list it after the model, in stagereg's ``Join`` or in torch's. Without
-    ``torch.distributed``, the totals are of this process only.
+    It does not announce steps to other ranks, so list it after the model, in stagereg's or torch's ``Join``. Without
+    ``torch.distributed``, the sums include only this process.
 
     Args:
         process_group: the ranks to sum over; ``None`` is the default group.
@@ -60,8 +60,8 @@ class MetricsJoinable(BuiltInJoinable):
                 loss = train_one_step(x, y)                      # a sum over the batch
                 metrics.add(loss=(loss.detach(), len(x)))        # no collective, no wait for the device
                 if step % 100 == 0:
-                    log(metrics.compute(reset=True))             # all ranks that still have data
-        print(metrics.compute())                                 # all ranks
+                    log(metrics.compute(reset=True))             # called by all ranks that still have data
+        print(metrics.compute())                                 # called by all ranks
     """
 
     has_no_collectives = True
@@ -74,7 +74,7 @@ class MetricsJoinable(BuiltInJoinable):
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: Responder | None = None
-        self.in_use = False  # whether a join is running, so that another rank may wait for this rank's responder
+        self.in_use = False  # whether a join is running, in which other ranks may wait for the responder
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
         """Add to this rank's totals. Not collective.
@@ -99,19 +99,19 @@ class MetricsJoinable(BuiltInJoinable):
                 self._totals[name] = (before[0] + total, before[1] + count)
 
     def compute(self, reset: bool = False) -> dict[str, float]:
-        """Return each metric's mean over the samples of all ranks, by name. Metrics without samples are omitted.
+        """Return the mean of each metric over the samples of all ranks, by name. Omits metrics without samples.
 
-        Collective. In a plain loop, all ranks with data call it at the same point of the loop; ranks that have left
-        respond from a thread, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In
-        torch's ``Join``, call it after the forward of a step, because ranks respond only once the step has been
-        announced.
+        Collective. In a plain loop, all ranks with data call this method at the same point of the loop. Ranks that have
+        left the loop respond from a thread, and must not call it. Before and after a join, and in a loop over
+        ``join.iterate``, all ranks call it. In torch's ``Join``, call it after the forward of a step, because ranks
+        respond only after that forward.
 
         Args:
-            reset: reset the totals afterwards on all ranks, including ranks that have left the loop, which
-                :meth:`reset` on the other ranks would not reach.
+            reset: whether to reset the totals afterwards, on all ranks. :meth:`reset` resets only this rank, and so
+                cannot reset ranks that have left the loop.
 
         Raises:
-            JoinError: a rank without data called it, or a rank has already ended the join.
+            JoinError: a rank without data called this method, or a rank has already ended the join.
         """
         shares = [self._own()]
         if dist.is_available() and dist.is_initialized():
@@ -145,14 +145,14 @@ class MetricsJoinable(BuiltInJoinable):
         return super().join_hook(**kwargs)
 
     def detach(self) -> None:
-        """Drop a responder that was not closed because the join failed; another rank may still wait for it."""
+        """After a failed join, drop the responder without closing it, because another rank may still wait for it."""
         if self.in_use:
             self.in_use, self._responder = False, None
         super().detach()
 
     @property
     def responder(self) -> Responder:
-        """The responder, which sends requests to the other ranks or answers theirs. The first access is collective."""
+        """Sends requests to other ranks, or responds to their requests. The first access is collective."""
         if self._responder is None:
             group = self.join_process_group
             resources = resources_of(group)

@@ -1,8 +1,8 @@
-"""``zero``: a ``ZeroRedundancyOptimizer``, in stagereg's ``Join`` or in torch's.
+"""``zero``: joins a ``ZeroRedundancyOptimizer``, in stagereg's or torch's ``Join``.
 
-A joined rank owns a shard of the parameters that no other rank updates, so it steps this shard and takes part in the
-broadcasts. Correct results need the step's gradients in ``param.grad`` first: stagereg's ``ddp`` hook stores them there
-but torch's does not. In torch's ``Join``, list the ``ddp`` joinable before this one (``after=``).
+A joined rank (a rank without data) owns a shard of the parameters that no other rank updates. Therefore it steps this
+shard and takes part in the broadcasts. The step's gradients must already be in ``param.grad``: stagereg's ``ddp`` hook
+stores them there, but torch's does not. In torch's ``Join``, list the ``ddp`` joinable before this one (``after=``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stagereg.registry import register
 
 @register("join_hook", "zero")
 class ZeroHook(StepHook):
-    """Steps this rank's shard, and takes part in the broadcasts, once per step of the active ranks."""
+    """Steps this rank's shard and takes part in the broadcasts, once per step of the ranks with data."""
 
 
 @register("joinable", "zero")
@@ -31,8 +31,8 @@ class ZeroJoinable(BuiltInJoinable):
 
     Args:
         optimizer: the optimizer, without ``overlap_with_ddp``, which would step inside DDP's backward.
-        after: the joinable of the model whose gradients it needs; ``no_sync`` steps are skipped. ``None``: the nearest
-            such joinable before it in the list of stagereg's ``Join``.
+        after: the joinable of the model whose gradients the optimizer uses. Its ``no_sync`` steps are skipped.
+            ``None``: the nearest such joinable before this one in the list of stagereg's ``Join``.
         hook: a hook to use instead of ``zero``.
     """
 

@@ -1,12 +1,12 @@
-"""Choose the checkpoint interval that minimizes the lost time, from the measured cost of checkpoints.
+"""Chooses the checkpoint interval that minimizes the lost time, from the measured cost of checkpoints.
 
-:class:`Automatic` saves after ten steps, then plans again after each save (:mod:`.interval`). The plan uses the last
-few saves: how long they blocked the loop, how much slower the steps during a save were, the age of each checkpoint when
-it was complete, and the time of an undisturbed step.
+:class:`Automatic` saves after ten steps, then plans the interval again after each save (:mod:`.interval`). The plan
+uses measurements of the last few saves: how long each save blocked the loop, how much it slowed down the steps, and how
+old the state was when its checkpoint was complete. It also uses the time of a step without a save.
 
-Each rank makes its own plan, and the longest interval applies to all ranks. It is the interval of the slowest rank, for
-which the other ranks wait. The ranks exchange their plans in every save, in a separate process group and without
-waiting. They apply the result at the next call, so all ranks always have the same next step.
+Each rank plans an interval, and all ranks use the longest one: the interval of the slowest rank, for which the other
+ranks wait. The ranks exchange their plans in every save, in a separate process group and without waiting. They apply
+the result at the next call, so all ranks save at the same steps.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _STEPS = 200  # number of the newest undisturbed steps in the median
 # The maximum interval as a multiple of the number of measured steps. The first steps of a run may be too fast: on an
 # accelerator, they may only have been queued.
 _FORESIGHT = 10
-_SAVES = 5  # number of the newest saves in a plan, so that a plan adapts to a slow disk within this many saves
+_SAVES = 5  # number of the newest saves in a plan; the plan adapts to a slower disk after this number of saves
 
 
 class Automatic(Schedule):
-    """A schedule with the interval that loses the least time. :class:`.Schedule` documents the methods.
+    """A save schedule whose interval minimizes the lost time. :class:`.Schedule` documents the methods.
 
     Args:
-        mtbf_s: returns the mean time between failures in seconds, on rank 0.
+        mtbf_s: returns the mean time between failures in seconds; all ranks use the value of rank 0.
         who: prefix for the log line, such as the name of the tier.
-        clock: returns seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(self, mtbf_s: Callable[[], float], who: str = "", clock: Callable[[], float] = record.now) -> None:
@@ -109,12 +109,12 @@ class Automatic(Schedule):
         self._last = None
 
     def _look(self, step: int) -> None:
-        """Record the time at which the next step begins."""
+        """Record that the step after ``step`` begins now."""
         self._last = step, self._clock()
         self._quiet = self._saves == self._ended
 
     def _plan(self, step_s: float) -> list[float]:
-        """Return this rank's interval in steps (0 if unknown), the inputs of the plan, and the number of steps."""
+        """Return this rank's interval in steps (0 if unknown), the inputs of the plan, and the steps measured."""
         cost = median(self._costs)
         write = max(self._ages, default=cost)
         steps = 0

@@ -1,11 +1,11 @@
-"""Exit all ranks at the same step after a signal to any rank: :class:`PreemptionConsensus` agrees on that step.
+"""Makes all ranks save and exit at the same step after a signal to any rank (:class:`PreemptionConsensus`).
 
-About once a second, the training threads exchange their signals: one call begins an all-reduce and the next call reads
-it, so no rank waits while the ranks train in lockstep. The exchange includes the slowest rank's time per step, which
-determines the number of calls until the next exchange. Therefore all ranks begin and read in the same calls, and
-receive a signal at the same step, at which they save and exit. The exchange also includes each rank's computing time
-per step, so that rank 0 can report slow ranks (:mod:`.stragglers`). A rank that has left its loop in a join takes part
-through :class:`.OperationLog`. If a rank does not take part, the wait is bounded, and exchanges stop.
+About once a second, the training threads exchange their signals. A call of ``due`` begins an all-reduce, and the next
+call reads its result, so no rank waits while the ranks train in lockstep. The exchange includes the slowest rank's time
+per step, which determines the number of calls until the next exchange. Therefore all ranks begin and read an exchange
+in the same calls, and agree on a signal at the same step. The exchange also includes each rank's computing time per
+step, so that rank 0 can report slow ranks (:mod:`.stragglers`). A rank without data in a join takes part through
+:class:`.OperationLog`. If a rank does not take part, the other ranks wait for a bounded time and stop exchanging.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from stagereg.launch.exits import torchrun_note
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # seconds between exchanges
-_MOST_CALLS = 64  # maximum calls between exchanges, since steps may become slower than measured
-_PATIENCE_S = 60.0  # seconds to wait for missing ranks; ranks in lockstep differ much less
+_MOST_CALLS = 64  # maximum calls of due() between exchanges, because steps may become slower than measured
+_PATIENCE_S = 60.0  # seconds to wait for ranks that have not begun an exchange
 
 
 class PreemptionConsensus(CheckpointExtension):
-    """Decides when the ranks save and exit. Training thread. Handles signals from ``start`` to ``close``.
+    """Decides when the ranks save and exit. Used on the training thread. Handles signals from ``start`` to ``close``.
 
     Args:
         grace_period: time from a signal until the process must exit.
@@ -47,11 +47,11 @@ class PreemptionConsensus(CheckpointExtension):
 
     name = "preemption"
     _handler: PreemptionHandler
-    _ranks: RankGroup  # uses a process group of its own, without other collectives
+    _ranks: RankGroup  # has a separate process group, which runs no other collectives
     _requests: OperationLog
 
     def __init__(self, grace_period: datetime.timedelta) -> None:
-        self.agreed: signal.Signals | None = None  # the signal after which all ranks exit, set at the same step
+        self.agreed: signal.Signals | None = None  # the signal after which all ranks exit; set at the same step
         self.started = False
         self._grace_s = grace_period.total_seconds()
         self._exchanging = True
@@ -88,7 +88,7 @@ class PreemptionConsensus(CheckpointExtension):
                     _log.info("stagereg: received %s: all ranks save this step and exit.", number.name)
 
     def due(self, step: int) -> Due:
-        """Return whether to exit after ``step``. Never raises; waits for a bounded time. Collective."""
+        """Return whether the ranks exit after ``step``. Never raises. Waits for a bounded time. Collective."""
         self._asked = step
         if self.agreed is None and self._exchanging:
             if self._ranks.size == 1:
@@ -98,9 +98,9 @@ class PreemptionConsensus(CheckpointExtension):
         return Due.NO if self.agreed is None else Due.LEAVE
 
     def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Exit together with the other ranks. Waits for them within the grace period. Collective.
+        """Exit together with the other ranks, after waiting for them within the grace period. Collective.
 
-        Raises ``Preempted`` if ``step`` is saved, otherwise ``Stopped``.
+        Raises: ``Preempted`` if ``step`` is saved, otherwise ``Stopped``. Returns if no signal has arrived.
         """
         if self.agreed is None:
             return
@@ -117,7 +117,7 @@ class PreemptionConsensus(CheckpointExtension):
             exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0 and not record.is_recording():  # stagereg.main prints this itself
-            other = failure is None and resume not in (None, "auto", "latest")  # the same command would not resume
+            other = failure is None and resume not in (None, "auto", "latest")  # repeating the command would not resume
             how = f" To resume, start the run with {option('checkpoint.resume', 'auto')}." * other
             how += torchrun_note() if failure is None else ""
             _log.warning("stagereg: %s.%s", str(exception).rstrip("."), how)
@@ -167,13 +167,12 @@ class PreemptionConsensus(CheckpointExtension):
         self._pending = self._ranks.max_async(sent)
 
     def _sent(self, step_s: float = 0.0, busy_s: float = 0.0) -> list[float]:
-        """Return the values that this rank sends: flags, time per step, and its computing time at its rank's index."""
+        """Return the values that this rank sends: its flags, its time per step, and its computing time per step."""
         own = [0.0] * self._ranks.size
         own[self._ranks.rank] = busy_s
         return [*self.signal_flags(), step_s, *own]
 
     def _read_exchange(self) -> None:
-        """Wait for the pending exchange, if any, and apply its result."""
         if self._pending is not None:
             found = self._pending(_PATIENCE_S)
             signalled, (step_s, *busy_s) = found[: len(SIGNALS)], found[len(SIGNALS) :]

@@ -1,4 +1,4 @@
-"""Exit a run with code 75 after a signal before its first step, since no step is lost."""
+"""Makes a run exit with code 75 if a signal arrives before its first step, because no step is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stagereg.launch.run_store import STEPPED
 
 
 class PreemptionLauncher(LaunchExtension):
-    """Decides the exit code for the ranks that the launcher started."""
+    """Makes the launcher exit with code 75 if a signal terminated its ranks before their first step."""
 
     def __init__(self) -> None:
         self._unstepped: signal.Signals | None = None  # the signal that terminated ranks before any step
@@ -35,7 +35,7 @@ class PreemptionLauncher(LaunchExtension):
 
 
 class PreemptionRank(RankExtension):
-    """Lets a process that no launcher started exit with code 75; reports the first step of a rank to its launcher."""
+    """Makes a process without a launcher exit with code 75, and reports the first step of a rank to its launcher."""
 
     def began(self) -> None:
         if LAUNCHER not in os.environ:  # otherwise the launcher decides
@@ -43,7 +43,7 @@ class PreemptionRank(RankExtension):
 
     def around(self, rank: ThisRank, cfg: Any) -> AbstractContextManager[object]:
         def report() -> None:
-            with contextlib.suppress(RuntimeError):  # raised by the store if its machine has failed
+            with contextlib.suppress(RuntimeError):  # the store raises it if the machine of the store has failed
                 rank.store.set(STEPPED, True)
 
         if rank.launched:
@@ -52,14 +52,14 @@ class PreemptionRank(RankExtension):
 
 
 def _find_unstepped(end: End) -> signal.Signals | None:
-    """Return the signal that terminated the ranks, if no rank exited for another reason and no rank had taken a step.
+    """Return the signal that terminated the ranks; ``None`` if a rank had another reason to exit or had taken a step.
 
-    Exit code 75 does not identify the signal, so ``end.forwarded`` is used, the signal that the launcher received.
+    Exit code 75 does not identify the signal. For that code, return the signal that the launcher forwarded.
     """
     if not end.codes or not {*end.codes.values()} <= {RESUME_CODE, *(-each for each in SIGNALS)}:
         return None
     received = next((each for each in SIGNALS if -each in end.codes.values()), end.forwarded or signal.SIGTERM)
-    with contextlib.suppress(RuntimeError):  # raised by the store if its machine has failed
+    with contextlib.suppress(RuntimeError):  # the store raises it if the machine of the store has failed
         return None if end.attempt.store.get(STEPPED) else received
     return None
 

@@ -1,11 +1,11 @@
 """Preemption: SIGTERM and SIGUSR1 request a run to save and exit, so that a scheduler can start it again.
 
-A :class:`PreemptionHandler` records the signal immediately. Python runs signal handlers only on the main thread, which
-may block in a collective, so a thread reads the byte that the interpreter writes (``signal.set_wakeup_fd``). Then the
-grace period begins; when it is over, the thread terminates the process. The ranks agree on the step at which they exit
-in :mod:`stagereg.extensions.preemption.consensus`.
+A :class:`PreemptionHandler` records a signal immediately. Python runs signal handlers only on the main thread, which
+may block in a collective. Therefore a separate thread reads the byte that the interpreter writes for each signal
+(``signal.set_wakeup_fd``). The grace period then begins, and at its end the thread terminates the process. The ranks
+agree on the step at which they exit in :mod:`stagereg.extensions.preemption.consensus`.
 
-Without a handler, the thread exits immediately with code 75 if no step is lost (:func:`exit_before_first_step`).
+While no handler exists, a signal exits the process with code 75 if no step is lost (:func:`exit_before_first_step`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from stagereg.base.signals import SAME_SIGNAL_S, SIGNALS
 from stagereg.errors import RESUME_CODE
 from stagereg.launch.rank import LAUNCHER
 
-_REPORT_S = 1.0  # seconds for finding the newest checkpoint after the grace period
+_REPORT_S = 1.0  # maximum seconds for finding the newest checkpoint after the grace period
 
 
 class PreemptionHandler:
     """Records a signal to save and exit, and terminates the process ``grace_s`` seconds later.
 
-    ``describe_newest`` returns a sentence on the newest checkpoint. It runs on its own thread, and may fail or hang.
+    ``describe_newest`` returns a sentence on the newest checkpoint. It runs on a separate thread, and may fail or hang.
     """
 
     def __init__(self, grace_s: float, describe_newest: Callable[[], str]) -> None:
@@ -43,29 +43,29 @@ class PreemptionHandler:
 
     @property
     def received(self) -> signal.Signals | None:
-        """The received signal; ``None`` before a signal."""
+        """The signal that has arrived; ``None`` if no signal has arrived."""
         return _listener.received if self in _listener.handlers else None
 
     def listen(self) -> bool:
-        """Begin to handle signals that the program neither handles nor ignores; return whether any is handled."""
+        """Start handling the signals that the program neither handles nor ignores. Return whether there are any."""
         if not install_signal_handlers() or not _listener.drop_foreign():
             return False
         _listener.handlers = (*_listener.handlers, self)
         return True
 
     def start_grace(self, received: signal.Signals) -> None:
-        """Begin the grace period, since another rank received the signal. Idempotent."""
+        """Begin the grace period, because another rank has received the signal. Idempotent."""
         if self in _listener.handlers:
             _listener.start_grace(received)
 
     def set_saved(self) -> None:
-        """Ignore further signals, since the state is saved and the process is about to exit with code 75."""
+        """Ignore further signals, because the state is saved and the process is about to exit with code 75."""
         _listener.set_saved()
 
     def close(self) -> None:
-        """Stop handling signals; the last handler of a process restores the signal handlers. Idempotent.
+        """Stop handling signals. The last handler of a process restores the default signal handlers. Idempotent.
 
-        After a signal without a save, the grace period continues, since the sender expects the process to exit.
+        If a signal has arrived without a save, the grace period continues: the sender expects the process to exit.
         """
         last = _listener.handlers == (self,)
         if last and _listener.received is not None and not _listener.saved:
@@ -76,16 +76,16 @@ class PreemptionHandler:
 
 
 class SignalListener:
-    """The process's signal handlers, the thread that reads the received signals, and the preemption handlers.
+    """Owns the signal handlers of the process, the thread that reads signals, and the preemption handlers.
 
-    Both the thread and the main thread set ``received`` and ``_until``, each in one assignment.
+    Both that thread and the main thread set ``received`` and ``_until``. Each is set in one atomic assignment.
     """
 
     def __init__(self) -> None:
         self.handlers: tuple[PreemptionHandler, ...] = ()
         self.received: signal.Signals | None = None
         self.saved = False
-        self.unstepped = False  # whether a signal makes the process exit with code 75 while no handler exists
+        self.unstepped = False  # whether a signal before the first step exits with code 75, if no handler exists
         self._until = 0.0  # end of the grace period on the monotonic clock
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
@@ -95,7 +95,7 @@ class SignalListener:
         return self._pipe is not None
 
     def open(self) -> bool:
-        """Begin to handle the signals; return whether any signal is handled."""
+        """Start handling the signals. Return whether at least one signal is handled."""
         self._taken = [*self._own(), *filter(_is_free, SIGNALS)]
         if not self._taken:
             return False
@@ -111,7 +111,7 @@ class SignalListener:
         return True
 
     def close(self) -> None:
-        """Undo :meth:`open`. If this is not the main thread, the next signal undoes it."""
+        """Undo :meth:`open`. Does nothing outside the main thread, because the next signal then undoes it."""
         if threading.current_thread() is not threading.main_thread() or self._pipe is None:
             return
         (_, write), self._pipe = self._pipe, None
@@ -125,12 +125,12 @@ class SignalListener:
             self._taken = []
 
     def drop_foreign(self) -> bool:
-        """Unless a handler exists, release signals that the program now handles; return whether any signal remains."""
+        """If no handler exists, drop the signals that the program handles now. Return whether any signal remains."""
         self._taken = self._taken if self.handlers else self._own()
         return bool(self._taken)
 
     def take_first_step(self) -> None:
-        """Restore the default behaviour on signals, unless a handler exists."""
+        """Restore the default behaviour on signals unless a handler exists. Called at the first step."""
         self.unstepped = False
         if not self.handlers:
             self.close()
@@ -169,7 +169,7 @@ class SignalListener:
             signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
-        """Return the signals that are still handled here; the program may have replaced a handler."""
+        """Return the signals that this object still handles. The program may have replaced some handlers."""
         return [number for number in self._taken if signal.getsignal(number) in (self._handle, signal.SIG_IGN)]
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -214,7 +214,7 @@ class SignalListener:
             os.close(read)
 
     def _begin(self, received: signal.Signals) -> None:
-        """Begin the grace period. The thread reads ``received``, so ``received`` is set last."""
+        """Begin the grace period. Sets ``received`` last, because the thread reads ``_until`` once it is set."""
         self._until = time.monotonic() + min((each.grace_s for each in self.handlers), default=0.0)
         self.received = received
 
@@ -248,7 +248,7 @@ class SignalListener:
 
 
 def install_signal_handlers() -> bool:
-    """Install the signal handlers unless installed; return whether they are installed.
+    """Install the signal handlers if they are not installed. Return whether they are installed now.
 
     The first call must be on the main thread, because Python sets signal handlers only there.
     """
@@ -256,7 +256,7 @@ def install_signal_handlers() -> bool:
 
 
 def exit_before_first_step() -> None:
-    """Make a signal exit this process with code 75 until its first step or its first handler. Main thread."""
+    """Make signals exit this process with code 75, until its first step or handler. Call on the main thread."""
     if not _listener.unstepped and install_signal_handlers():
         _listener.unstepped = True
         first_step.call_at_first_step(_listener.take_first_step)

@@ -1,13 +1,13 @@
-"""Detect slow ranks by the computing time of each rank in a step, and report them in the log and in the record.
+"""Detects slow ranks by the computing time of each rank per step, and reports them in the log and the event record.
 
-Ranks that train in lockstep all take the time of the slowest rank for each step. Their training threads differ: the
-thread of a slow rank computes, or waits for a busy processor, while the others sleep in a collective. The kernel counts
-the computing and waiting time of each thread. The ranks read this counter about once a second and send it with the
-signals that they exchange (:mod:`.consensus`), so steps need no instrumentation.
+If ranks train in lockstep, each step takes as long as on the slowest rank. The training thread of the slowest rank
+computes, or waits for a busy processor, while the training threads of other ranks sleep in a collective. The kernel
+counts the computing and waiting time of each thread. The ranks read this counter about once a second and exchange it
+together with their signals (:mod:`.consensus`), so steps need no instrumentation.
 
-This detects slow and overloaded processors, and programs that do more work on one rank. It does not detect a rank that
-sleeps, for example for its data loader or its disk, nor slow accelerators, since the host does not compute for them.
-Slow ranks are only reported.
+This method detects slow and overloaded processors, and programs that do more work on one rank. It does not detect a
+rank that sleeps, for example because of its data loader or its disk. It also does not detect slow accelerators, because
+the host does not compute for them. The run continues with slow ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stagereg.errors import name_ranks
 _EVERY_S = 0.5  # minimum seconds of a sample; exchanges in this time are averaged into one sample
 _WINDOW = 20  # samples in the window
 _MOST, _FEW = 15, 5
-"""Minimum slow samples in the window for a rank to be reported; maximum for a reported rank to count as recovered."""
+"""Slow samples in the window: a rank with at least 15 is reported as slow, and as recovered with at most 5."""
 _OF_STEP = 0.1  # minimum excess of a slow rank's computing time, as a fraction of the step
 _ABOVE_NOISE = 1.5  # minimum mean excess, in units of its standard deviation over the window
 
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class BusyClock:
-    """Counts the seconds in which the constructing thread computes or waits for a processor."""
+    """Counts the seconds in which the thread that constructs this object computes or waits for a processor."""
 
     def __init__(self) -> None:
         self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
@@ -47,7 +47,7 @@ class BusyClock:
         self.lap()
 
     def lap(self) -> float:
-        """Return the computing seconds since the last call, 0 if unknown. Any thread."""
+        """Return the seconds of computing since the last call; 0 if unknown. Called on any thread."""
         if not self._counts:
             return 0.0
         try:
@@ -84,9 +84,10 @@ class Stragglers:
         self._since = -math.inf
 
     def add(self, step: int, now: float, step_s: float, busy_s: Sequence[float]) -> None:
-        """Add an exchange up to ``step`` at time ``now``; log and record ranks that became slow or recovered.
+        """Add the times that the ranks exchanged at ``step``. Report ranks that became slow or recovered.
 
-        ``step_s`` is the time per step, ``busy_s`` the computing time of each rank per step, 0 if unknown. Seconds.
+        All times are seconds. ``now``: the current time. ``step_s``: time per step, 0 if unknown. ``busy_s``: computing
+        time per step of each rank, 0 if unknown.
         """
         if step_s > 0:
             self._taken.append((step_s, *busy_s))

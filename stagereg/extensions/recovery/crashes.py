@@ -33,7 +33,7 @@ from stagereg.errors import MALFORMED, RESUME_CODE, CheckpointError, Stopped, is
 STORE = "store"
 """The source name of checkpoints in the checkpoint directory. Crashes are counted separately for each source."""
 _MOST_TRIED = 5  # consecutive crashes, as a multiple of `max_crashes`, after which every checkpoint is skipped
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")  # in errors of torch and systems
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")  # in error messages
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Crashes(NamedTuple):
 
 
 class RestoreRecord(NamedTuple):
-    """The content of ``.restored.json``."""
+    """The content of ``.restored.json``: the crash counts of the checkpoints in one directory."""
 
     restored: str = ""  # key of the checkpoint that the last run restored; empty once that run has exited normally
     most: int | None = None  # ``max_crashes`` of that run

@@ -63,7 +63,7 @@ class _SurvivorReport(NamedTuple):
 
 
 class _SavePlan(NamedTuple):
-    """The decision for all ranks: the steps to try to save, newest first, with their ranks; or ``why`` none can be."""
+    """The decision for all ranks: the steps to try, newest first, with their ranks; or ``why`` no step can be saved."""
 
     token: str
     tries: list[tuple[int, list[int]]]
@@ -111,7 +111,7 @@ class EmergencySaver(CheckpointExtension):
             self._state = {}
 
     def save(self, told: RankFailure) -> str:
-        """Save with the other surviving ranks; see :data:`.Save`. Called once, on a separate thread."""
+        """Save with the other surviving ranks. Return a sentence on the outcome. Called once, on a separate thread."""
         store, ranks = told.store, self._setup.ranks
         if ranks.size != told.world_size:
             return ""

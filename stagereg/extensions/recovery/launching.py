@@ -134,7 +134,7 @@ class RecoveryRank(RankExtension):
 
 @contextlib.contextmanager
 def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], None]) -> Iterator[None]:
-    """Detect failures of other ranks in a ``with`` block. A thread calls ``on_failure`` with a sentence on each."""
+    """Detect failures of other ranks in a ``with`` block. A thread calls ``on_failure(sentence)`` for each failure."""
     if rank.world_size == 1:
         yield
         return
@@ -162,7 +162,7 @@ def monitored(rank: ThisRank, save: EmergencySave, on_failure: Callable[[str], N
 
 
 def _cause(save: EmergencySave, wait_s: float) -> Cause:
-    """Return the failure of other ranks; wait at most ``wait_s`` seconds for a report. A launcher detects no saves."""
+    """Return the failure of other ranks, after waiting at most ``wait_s`` seconds for a report of a failure."""
     text = save.describe(wait_s)
     ended = all(how.endswith(ENDED) for how in save.failed_ranks().values())
     return Cause(text, bool(text) and ended and not save.saved)

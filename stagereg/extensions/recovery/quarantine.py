@@ -66,7 +66,7 @@ class Quarantine(CheckpointExtension):
         self._restored = ""  # key of the checkpoint that this run restored, until it saves a later one
         self._saved: set[str] = set()  # keys of the checkpoints that this run saved
         self._lock = threading.Lock()  # saves to several targets end on several threads
-        self._process, self._writes = os.getpid(), False  # children do not count; whether this rank writes the record
+        self._process, self._writes = os.getpid(), False  # forks count no crashes; whether this rank writes the record
 
     def start(self, setup: Setup, saves: Saves) -> None:
         self._store, self._shared, self._token = setup.store, setup.stores, setup.token

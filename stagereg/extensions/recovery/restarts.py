@@ -19,7 +19,7 @@ _BAD_NUMBERS = re.compile(r"\bFloatingPointError\b|\bnan\b|\bnon-?finite\b|\bnot
 
 
 class Restarts:
-    """The restarts of one run."""
+    """Counts the restarts of one run, and decides whether the run is restarted again."""
 
     def __init__(self, most: int) -> None:
         self.count = 0  # number of restarts

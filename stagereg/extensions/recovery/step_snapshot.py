@@ -45,7 +45,7 @@ _version_of = operator.attrgetter("_version")
 
 
 class StepSnapshot:
-    """The snapshot of one rank. Only :meth:`note` and :meth:`close` are called on the training thread."""
+    """The snapshot of one rank's state. Only :meth:`note` and :meth:`close` are called on the training thread."""
 
     def __init__(self, names: ParameterNames) -> None:
         self.step: int | None = None  # the last completed step
@@ -265,7 +265,7 @@ class _Notes:
 
     def _container(self, value: Any) -> Any:
         items = value.values() if type(value) is dict else value
-        seen = items if len(value) <= _ITEMS else itertools.islice(items, 1)  # the first item represents all
+        seen = items if len(value) <= _ITEMS else itertools.islice(items, 1)  # checks one item of a long one
         is_flat = {*map(type, seen)} <= _FLAT
         if len(value) > (_FLAT_ITEMS if is_flat else _ITEMS):
             raise CheckpointError(f"a {type(value).__name__} has {len(value):,} items, too many to copy in each step")

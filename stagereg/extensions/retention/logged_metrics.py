@@ -36,7 +36,7 @@ class LoggedMetrics(CheckpointExtension):
     name = "logged metrics"
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant, since a signal handler that logs may interrupt a log
+        self._lock = threading.RLock()  # reentrant: a signal handler that logs metrics may interrupt another log call
         self._logged: dict[int, dict[str, float]] = {}  # metrics of logged steps, in the order of logging
         self._saved: dict[int, dict[str, float]] = {}  # metrics of saved steps, in the order of saving
         self._late: set[str] = set()  # names of metrics that a warning has reported
@@ -47,7 +47,7 @@ class LoggedMetrics(CheckpointExtension):
             record.listen(self)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step; a later value replaces an earlier value of the same name."""
+        """Add logged values of a step. A later value replaces an earlier value of the same name."""
         with self._lock:
             known = self._logged.pop(step, {})
             _hold(self._logged, step, known)
@@ -56,17 +56,18 @@ class LoggedMetrics(CheckpointExtension):
                     known[name] = value
                 elif not self._warned:
                     self._warned = True
-                    _log.warning("stagereg: Metric %.60r is not saved: invalid name or over %d metrics.", name, _NAMES)
+                    text = "stagereg: Metric %.60r is not saved: its name is invalid, or a step has over %d metrics."
+                    _log.warning(text, name, _NAMES)
             late: set[str] = set()
             if (saved := self._saved.get(step)) is not None and len(self._late) < _NAMES:
                 changed = {name for name in known.keys() & values if repr(saved.get(name)) != repr(known[name])}
-                late = changed - self._late  # compared as texts, since NaN differs from NaN
+                late = changed - self._late  # compared as strings: NaN differs from NaN
                 self._late |= late
         if late:
             _log.warning(_LATE, ", ".join(sorted(late)), step, option("checkpoint.keep"))
 
     def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
-        """Copy the metrics of a step, because its save to a checkpoint directory begins."""
+        """Copy the metrics of a step when a save of the step to a checkpoint directory begins."""
         if not any(isinstance(each, StoreTarget) for each in targets):
             return
         with self._lock:
@@ -84,7 +85,7 @@ class LoggedMetrics(CheckpointExtension):
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """Delete the metrics of all steps, since a restore rolls back and the next steps differ."""
+        """Delete the metrics of all steps, because the steps after a restore have new metrics."""
         with self._lock:
             self._logged.clear()
             self._saved.clear()

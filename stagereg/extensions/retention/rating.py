@@ -1,4 +1,4 @@
-"""Rate checkpoints by a metric for ``stagereg.Keep(best=...)``."""
+"""Rates checkpoints by a metric, for ``stagereg.Keep(best=...)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagereg.errors import nearest
 
 
 def rate(keep: Keep, newest_first: Sequence[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    """Return the paths of the best checkpoints, the best first, with the reason why each is retained."""
+    """Return the best checkpoints by metric, the best first: a dict from path to the reason for its retention."""
     name, sign = keep.metric or "", 1 if keep.direction == "min" else -1
     known = {each.path: metrics.get(each.path, {}).get(name, math.nan) for each in newest_first}
     values = {path: value for path, value in known.items() if not math.isnan(value)}
@@ -21,7 +21,7 @@ def rate(keep: Keep, newest_first: Sequence[Checkpoint], metrics: Mapping[str, M
 
 
 def warnings(keep: Keep, root: str, old: Sequence[Checkpoint]) -> Iterator[str]:
-    """Yield a sentence if a checkpoint in ``root`` that is no longer retained does not have the metric."""
+    """Yield a warning if a checkpoint in ``root`` that is no longer retained does not have the metric."""
     lacking = [each for each in old if keep.metric not in each.manifest.metrics]
     if keep.metric is not None and lacking:
         yield (

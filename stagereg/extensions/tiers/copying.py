@@ -122,7 +122,7 @@ class CopyThread:
                     self.copied = copied
 
     def _copy(self, copying: _Copying) -> bool:
-        """Copy a part to the first machines that accept the part. Return whether enough machines accepted."""
+        """Copy a part to the first machines that accept the part. Return whether enough machines accepted it."""
         done: list[str] = []
         for machine in copying.machines:
             if len(done) < self._wanted(copying) and self._send(copying, machine, done):

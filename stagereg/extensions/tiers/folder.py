@@ -37,7 +37,7 @@ from stagereg.extensions.tiers.part import Part, SaveId, is_manifest, manifest_n
 _log = logging.getLogger(__name__)
 
 NOTE = RUN  # file with the lineage of a run: in the run's folder, and in the tier's folder or checkpoint directory
-BOOT = ".boot"  # file with the machine's boot ID when the run's folder was created; only if a reboot voids the files
+BOOT = ".boot"  # file with the machine's boot ID from the creation of the folder; written if a reboot voids the files
 _COPIED = ".copied"  # suffix of a file next to a manifest; the file lists the machines that have copies of the part
 _RECEIVED = ".received"  # suffix of an empty file next to a manifest; marks the part as a copy from another machine
 _HIDDEN = re.compile(r"\.step-\d+\.\w+\.tmp")  # name of a save's folder while its files are deleted

@@ -75,7 +75,7 @@ class _SaveRound(NamedTuple):
 
 
 class LocalTier:
-    """The local tier of one run. The constructor is collective.
+    """The local tier of one run, as used by one rank. The constructor is collective.
 
     Args:
         tier: the tier of the config.
@@ -156,7 +156,7 @@ class LocalTier:
         self.folder.make()
         self._server = PartServer(self.folder, self._secret, self.tier.durable, self.lacking)
         there = os.stat(self.folder.path)
-        machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # the same folder has the same ID
+        machine = f"{socket.gethostname()} {boot_id()} {there.st_dev} {there.st_ino}"  # equal if ranks share the folder
         return Site(machine, socket.gethostname(), self.tier.domain or boot_id(), self._server.address)
 
     def _place(self, sites: Sequence[Site]) -> None:
@@ -188,7 +188,7 @@ class LocalTier:
         return texts
 
     def _connect(self, machine: str) -> Peer:
-        """Return a connection to a rank of ``machine``. Different ranks choose different ones, to spread the load."""
+        """Return a connection to a rank of ``machine``. Which one depends on this rank, to spread the load."""
         ranks = self._ranks_on[machine]
         address = self._addresses[ranks[self._ranks.rank % len(ranks)]]
         return Peer(address, self._secret)
@@ -232,7 +232,7 @@ class LocalTier:
     # -- saving, on the background thread
 
     def begin_save(self, step: int) -> SaveId | None:
-        """Begin a save and delete old steps; if a rank still sends copies, only return ``None``. Collective."""
+        """Begin a save and delete old steps. If a rank still sends copies, only return ``None``. Collective."""
         if self._origin is not None:
             self._begin_branch(self._origin)
 
@@ -301,7 +301,7 @@ class LocalTier:
         return f"{self._path}/{step.save.folder}"
 
     def names(self, path: str) -> bool:
-        """Return whether a path is a path of this tier's steps. The step need not exist. The same on all ranks."""
+        """Return whether ``path`` names a step of this tier, existing or not. All ranks return the same value."""
         return os.path.dirname(os.path.abspath(path)) == self._path
 
     def branch_of(self, serial: int) -> int:

@@ -72,7 +72,7 @@ class Peer:
                         return
                     number, block = asked.popleft()
                     if _answer(link).get("nbytes") != len(block):
-                        raise CorruptCheckpointError(f"{name} has the wrong size on that machine")
+                        raise CorruptCheckpointError(f"{name} has the wrong size on the other machine")
                     if link.receive_block(block) == known.blocks[number]:
                         take(number, block)
                     else:
@@ -133,7 +133,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the connections if the block raises, which may hold unread bytes. The next call opens new ones."""
+        """If the block raises, close the connections, because unread bytes may remain. The next call opens new ones."""
         self._busy, good = True, False
         try:
             yield

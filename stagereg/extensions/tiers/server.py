@@ -163,7 +163,7 @@ class IncomingPart:
         self.part, self._folder, self._durable = part, folder, durable
         self.token, self.touched = secrets.token_hex(16), time.monotonic()
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # the kernel serializes writes to a file, and other writers would spin
+        self._turn = threading.Lock()  # one writer at a time: others would spin on the kernel's lock of the file
         self._hidden = f"{folder.directory(part.save)}/.{self.token}.tmp"
         folder.make(part.save)
         os.mkdir(self._hidden, 0o700)
@@ -278,7 +278,7 @@ class _Session:
     def _get(self, request: dict[str, Any]) -> None:
         part, name = self._find(request), request["file"]
         if part is None or name not in part.files:
-            raise CheckpointError(f"this machine does not have {name!r:.100} of that part")
+            raise CheckpointError(f"this machine does not have the file {name!r:.100} of the requested part")
         span = part.files[name].block(request["block"])
         path = f"{self._folder.directory(part.save)}/{name}"
         descriptor = open_regular(path, owner=os.geteuid())
@@ -296,7 +296,7 @@ class _Session:
             raise CheckpointError(f"the part belongs to run {part.save.run}, not to the run of this server")
         if (held := self._folder.find(part.save, part.rank)) is not None:
             if held != part:
-                raise CheckpointError("this machine has a different part of that rank and save")
+                raise CheckpointError("this machine already has a different part for the same rank and save")
             return {"have": True}
         self._incoming, self._owns = self._server.begin(part), True
         return {"token": self._incoming.token}

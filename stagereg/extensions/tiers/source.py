@@ -63,7 +63,7 @@ class TierSource(CheckpointSource):
 def with_steps_of_tier(
     listed: Sequence[Candidate], steps: Mapping[str, TierStep], branch_of: Callable[[int], int]
 ) -> list[Candidate]:
-    """Return the checkpoints ``listed`` and the steps of the tier, sorted by branch and step, the newest first.
+    """Return the checkpoints ``listed``, with the steps of the tier inserted by branch and step, the newest first.
 
     A step of the tier precedes an equal checkpoint. ``steps`` maps paths to steps. ``branch_of`` returns the branch of
     the checkpoint with a serial number.

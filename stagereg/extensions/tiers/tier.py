@@ -78,7 +78,7 @@ class Tier(ABC):
         self.host_memory = None if host_memory is None else ByteSize(host_memory)
 
     def __str__(self) -> str:
-        """The options that must be identical on all ranks."""
+        """Return text with the options that must be identical on all ranks."""
         return f"{type(self).__name__}(every={self.every}, copies={self.copies}, keep={self.keep})"
 
     @abstractmethod
@@ -119,6 +119,6 @@ def available_memory() -> int:
             most = (group / "memory.max").read_text().strip()
             used = int((group / "memory.current").read_text())
             room = room if most == "max" else min(room, int(most) - used)
-    except (OSError, ValueError):  # no control groups, or an unknown layout
+    except (OSError, ValueError):  # the machine has no control groups, or an unknown layout
         pass
     return room

@@ -73,7 +73,7 @@ class Connection:
         except (ValueError, RecursionError):
             message = None
         if type(message) is not dict:
-            raise ConnectionAbortedError("received bytes that are not a message")
+            raise ConnectionAbortedError("received bytes that are not a valid message")
         return message
 
     def send_file(self, descriptor: int, offset: int, count: int) -> None:
