@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
 _LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
-_GONE = b"gone"  # what a rank writes if it leaves the run with an error
+_GONE = b"gone"  # value that a rank writes if it leaves the run with an error
 _ADVICE = (
     "If their inputs are uneven, put the loop into a join: `with join:` and `for batch in join.iterate(loader)`. All "
     "ranks must take the same steps, and leave the Checkpointer's `with` block together."
