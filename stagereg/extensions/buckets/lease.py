@@ -2,7 +2,7 @@
 
 Object stores have no locks that end with a process. A conditional write creates the object ``.lock``, and a thread
 renews it every 20 seconds. The lease expires after a minute without renewal, or, for an owner on this machine, when the
-owner exits. The store's clock measures the age of a lease. Without such a clock, a waiting run polls for a minute.
+owner exits. The store's clock measures the age of a lease. If the store has no clock, a waiting run polls for a minute.
 
 A lease is weaker than a lock: a run that was suspended for more than a minute may send one request before it detects
 that it has lost the lease. If two runs replace the lease at once, the last write wins, and the other run detects that.

@@ -65,7 +65,7 @@ class CommitCalls(CheckpointExtension):
             caller.abort("the run is preempted")
 
     def finish(self) -> bool:
-        """Wait for the last save and all calls, within the timeout. False if a call still runs in a preempted run."""
+        """Wait for the last save and all calls, within the timeout. Return False if preempted during a call."""
         if os.getpid() != self._process or not self._callers:
             return True
         with contextlib.suppress(ReferenceError):  # the program has deleted the checkpointer

@@ -49,8 +49,8 @@ class CopyTo:
         """Copy the checkpoints that the target lacks and that ``keep`` retains.
 
         Raises:
-            CheckpointError: a file in the source or in the copy does not match its checksum, so its checkpoint was not
-                copied; or another run writes to the target. ``OSError``: a directory cannot be read or written.
+            CheckpointError: a file in the source or in the copy does not match its checksum, so the checkpoint was not
+                copied; or another run writes to the target. Also ``OSError``.
         """
         source, target = open_parent_store(checkpoint.path), open_store(self.dir)
         failed: list[CheckpointError] = []

@@ -50,9 +50,9 @@ def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
 
 @only_looks
 def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
-    """Map the dotted name of each tensor to its kind, and to whether its staged copy may have a different dtype.
+    """Map each tensor's dotted name to its dtype and shape, and whether the staged copy may have a different dtype.
 
-    Includes only tensors of objects. ``captured`` has the entries of ``state`` that are staged.
+    Includes only tensors in state dicts of objects. ``captured`` has the entries of ``state`` that are staged.
     """
     found: dict[str, tuple[TensorKind, bool]] = {}
     for name, value in state.items():
@@ -128,7 +128,7 @@ class StaleNumbers:
 
     @only_looks
     def look(self, state: Mapping[str, Any]) -> None:
-        """Log one stale number. Must run on the training thread, within the call by which the program saves."""
+        """Log a warning for one stale number. Call this method while the program's save runs on the training thread."""
         if not self._left:
             return
         self._left -= 1
@@ -156,7 +156,7 @@ def _variables(names: Iterable[str]) -> dict[str, float]:
 
 
 def search_program(find: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return the result of ``find`` for the local and global variables of the function that calls this package."""
+    """Call ``find`` with the local and global variables of the function that calls this package. Return its result."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("stagereg."):
         frame = frame.f_back

@@ -184,13 +184,13 @@ class _Saved:
         return found
 
     def is_in_object(self, key: str) -> bool:
-        """Return whether an entry of another kind saves ``key``, so that it may contain an optimizer or a scheduler."""
+        """Return whether an entry that is not itself an optimizer or scheduler saves ``key``, so it may contain one."""
         unknown = (pair for pair in self._captured.items() if pair[0] not in self._known)
         return any(f".{key}." in f"{path}." for name, value in unknown for path, _ in leaves(value, name))
 
     @cached_property
     def has_schedules(self) -> bool:
-        """Whether an entry that is not a scheduler may contain a scheduler."""
+        """Whether an entry that is not itself a scheduler may contain a scheduler."""
         return self.is_in_object("last_epoch")
 
     def trained_by(self, optimizer: Optimizer) -> str | None:
@@ -230,7 +230,7 @@ def _state_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _line(name: str, saved: _Saved, is_it: Callable[[Any], bool]) -> str:
-    """Return the line of code that adds an object to the state. ``is_it`` identifies the object among variables."""
+    """Return the line of code that adds an object to the state. ``is_it`` finds the object among program variables."""
     key, number = name, 2
     while key in saved.names:
         key, number = f"{name}_{number}", number + 1

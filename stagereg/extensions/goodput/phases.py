@@ -144,7 +144,7 @@ def mtbf_s(expected_s: float, in_tier: bool) -> float:
 
 
 def _sentence(why: str) -> str:
-    """Return the first line of a failure report. If a traceback begins in that line, its last line replaces it."""
+    """Return the first line of a failure report. The last line of a traceback replaces the traceback's first line."""
     lines = why.strip().splitlines() or [""]
     return lines[0].removesuffix(" Error on this rank:").replace("Traceback (most recent call last):", lines[-1])
 
