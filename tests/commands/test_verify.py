@@ -47,7 +47,7 @@ def test_one_checkpoint_can_be_asked_for(tmp_path: Path, command: Command, monke
         (lambda old, new: (old / "a").replace(new / "a"), ["a: CRC-32 mismatch", "a: missing"]),
         (lambda old, new: shutil.copy(old / "manifest.json", new), ["manifest.json: it belongs to step 100"]),
         (lambda old, new: (new / "manifest.json").unlink(), ["manifest.json: missing"]),
-        (lambda old, new: (new / "manifest.json").write_text("[" * 10**5), ["manifest.json: corrupt (it is n"]),
+        (lambda old, new: (new / "manifest.json").write_text("[" * 10**5), ["manifest.json: corrupt (the man"]),
         (lambda old, new: os.truncate(new / "manifest.json", 1 << 40), ["manifest.json: corrupt (it has 1,099,511"]),
         (lambda old, new: instead(new / "manifest.json", os.mkfifo), ["manifest.json: not a regular file"]),
         (
