@@ -264,8 +264,8 @@ class ResumableSampler(Sampler[int]):
             if state[name] != getattr(self, name):
                 raise CheckpointError(
                     f"the sampler was saved with {name}={state[name]}, but now has {name}={getattr(self, name)}: in "
-                    "another order, samples would be repeated and skipped. Use the same dataset and seed, or restore "
-                    "without the sampler to start from epoch 0"
+                    "a different order, samples would be repeated and skipped. Use the same dataset and seed, or "
+                    "restore without the sampler to start from epoch 0"
                 )
         self._seeds_samples_with(state.get("sample_seed"), self.sample_seed)
 
@@ -387,7 +387,7 @@ class CountedBatches(Generic[T]):
             self._check, self._sampler.hinted = None, True
             _log.warning(
                 "The workers of the data loader draw random numbers for the samples of %s. A run that resumes in the "
-                "middle of an epoch draws other numbers. To draw the same, add before the sampler and the loader: "
+                "middle of an epoch draws different numbers. To draw the same, add before the sampler and the loader: "
                 "dataset = stagereg.data.seeded(dataset, seed=%d)",
                 type(self._loader.dataset).__name__,
                 self._sampler.seed,

@@ -237,7 +237,7 @@ class _Cases:
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         error = call.excinfo.value if call.excinfo else None
-        if isinstance(error, pytest.skip.Exception):  # unittest.SkipTest is a subclass
+        if isinstance(error, pytest.skip.Exception):  # pytest has converted unittest.SkipTest to it
             self.write(*self._case(item), "skipped", str(error))
         elif error is not None:
             seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)

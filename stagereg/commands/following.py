@@ -106,9 +106,9 @@ class _Follower:
         self._bad: dict[str, VerificationResult] = {}  # corrupt checkpoints, which are checked again after a restart
         self._waiting: set[str] = set()  # checkpoints that exist and are not handled yet
         self._said: dict[str, str] = {}  # last message about each corrupt checkpoint
-        self._since = time.monotonic()  # time when the last checkpoint was handled
+        self._since = time.monotonic()  # when the follower began to wait for a checkpoint
         self._begun = False  # whether this follower has seen a checkpoint, even before a restart
-        self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # seconds
+        self._wait_s = (asked.idle and _WAIT_S) if asked.wait is None else asked.wait  # for the first checkpoint
         self._received: signal.Signals | None = None
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -79,7 +79,7 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
 
 
 def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
-    """Return the joinables of ``objects``, in the same order."""
+    """Convert each object to a joinable. Raises: ``JoinError`` if the first joinable cannot announce steps."""
     joinables = {name: auto(thing) for name, thing in objects.items()}
     name, first = next(iter(joinables.items()))
     if first.has_no_collectives or not first.may_be_first:

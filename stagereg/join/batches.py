@@ -71,7 +71,7 @@ class Layout:
 
     @classmethod
     def of(cls, loader: Any, batch_dim: int | Mapping[Any, int] = 0) -> Layout:
-        """Return the layout of a loader's batches. ``fields`` is known only for some ``collate_fn``."""
+        """Return the layout of a loader's batches. ``fields`` is known only for some values of ``collate_fn``."""
         collate = getattr(loader, "collate_fn", None)
         return cls(batch_dim, True if collate is default_collate else False if collate in (list, tuple) else None)
 

@@ -321,8 +321,8 @@ class Join:
         if session.steps or first.announces_itself or collectives_of(self._group) == self._collectives:
             return
         raise JoinError(
-            f"the first joinable, a {type_name(first)}, ran collectives but never announced this rank, so ranks "
-            "without data cannot take part in its steps. Call stagereg.Join.notify_join_context(self) before its "
+            f"the first joinable, a {type_name(first)}, ran collectives but never signalled its steps, so ranks "
+            "without data cannot take part in them. Call stagereg.Join.notify_join_context(self) before its "
             "collectives of each step, or set announces_itself = True if the class announces through torch's Join."
         )
 

@@ -92,7 +92,7 @@ class FailureDetector:
         self.failure: PeerFailedError | UnevenInputsError | None = None
         self._group, self._timeout_s, self._name, self._step = weakref.ref(group), timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
-        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # in units of ``_grace_s``
+        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # maximum age of a status, in units of ``_grace_s``
         ranks = dist.get_process_group_ranks(group)
         here = group.rank()
         self._rank = ranks[here]

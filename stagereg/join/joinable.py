@@ -136,7 +136,7 @@ class Joinable(ABC):
         return hook
 
     def is_due(self) -> bool:
-        """Return whether to step in the shadowed step: whether the active ranks reduced gradients in that step."""
+        """Return whether this object must step now: whether the active ranks reduced gradients in the current step."""
         model = self.after
         if model is None and self.session is not None:
             listed = self.session.joinables

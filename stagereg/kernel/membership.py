@@ -232,11 +232,11 @@ class StoreMembership(Membership):
             )
 
     def some_never_had_data(self) -> bool:
-        """Return whether some rank has planned length 0. Does not wait."""
+        """Return whether the loader of some rank has length 0. Does not wait."""
         return self.shortest == 0
 
     def read(self) -> ActiveRanks:
-        """Return without waiting. ``ranks`` is empty, because the active ranks are unknown."""
+        """Return immediately, with empty ``ranks``: in this mode, the active ranks are unknown."""
         return self._active
 
     @property

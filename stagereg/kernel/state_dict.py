@@ -205,7 +205,7 @@ class _StructurePickler(pickle.Pickler):
         return _constant, (len(self._spec._constants) - 1,)
 
     def _object(self, x: Any) -> _Reduced:
-        """Return a reduce value that copies like ``copy.deepcopy``: atoms, ``__deepcopy__``, pickle's protocol."""
+        """Return a reduce value with which pickle copies an object as ``copy.deepcopy`` would."""
         kind = type(x)
         if isinstance(x, (type, *_ATOMIC)):
             return self._constant(x)

@@ -42,7 +42,7 @@ class CopyEngine:
         _engines.add(self)
 
     def renew(self) -> None:
-        """Create new threads and streams: in a forked child, those of the parent do not exist."""
+        """Create new threads and streams. A forked child has no threads or streams of its parent."""
         self._workers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix=COPY_THREADS)
         self._streams: dict[torch.device, torch.Stream] = {}
 

@@ -76,7 +76,7 @@ class ReleasesCopies(Protocol):
     """A stager whose reader can release a copy explicitly."""
 
     def expect_release(self) -> None:
-        """Promise that this reader releases each copy, so ``stage`` waits longer. Called before the first ``stage``."""
+        """Declare that this reader releases each copy, so ``stage`` may wait longer. Call before the first copy."""
 
     def release(self, staged: StateDict) -> None:
         """End the use of a copy by its reader. Thread-safe.

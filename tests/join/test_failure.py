@@ -559,8 +559,8 @@ MESSAGES = {
             : 2 + JOINABLES
         ]
     },
-    "never announced": "never announced",
-    "never announced, counted": "never announced",
+    "never announced": "never signalled its steps",
+    "never announced, counted": "never signalled its steps",
 }
 
 

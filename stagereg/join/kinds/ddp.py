@@ -29,7 +29,7 @@ from stagereg.stagers.guard import announce_write
 
 @register("join_hook", "ddp")
 class DdpHook(BuiltInHook["DdpJoinable"]):
-    """Takes part in a DDP module's steps without data, and leaves the reduced gradients in ``param.grad``."""
+    """Runs a DDP module's collectives on a rank without data. Writes reduced gradients to ``param.grad``."""
 
     def main_hook(self) -> None:
         """Run the collectives of one forward and one backward of the active ranks."""
@@ -37,7 +37,7 @@ class DdpHook(BuiltInHook["DdpJoinable"]):
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
                 "a DDP module with static_graph=True records its graph in its first step, so a rank that never had a "
-                "batch cannot shadow it. Give every rank a batch, or use join.iterate."
+                "batch cannot take part in it. Give every rank a batch, or use join.iterate."
             )
         joinable.shadow()
         ddp.reducer._rebuild_buckets()

@@ -23,7 +23,7 @@ from stagereg.registry import register
 
 @register("join_hook", "module")
 class ModuleHook(BuiltInHook["ModuleJoinable"]):
-    """Raises in steps that this rank would have to take part in without running the loop body."""
+    """Raises ``JoinError``, because only the loop body can run the collectives of the module."""
 
     def main_hook(self) -> None:
         """Raise ``JoinError``: this rank has left a loop that other ranks continue."""

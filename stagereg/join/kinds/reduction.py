@@ -119,11 +119,11 @@ class ReducingJoinable(TrackedJoinable):
         self.was_shadowed = True
 
     def ask(self) -> None:
-        """Determine the gradients with which this rank begins a step without data, if the step reduces gradients."""
+        """On a rank without data, determine its gradients at the beginning of a step that reduces gradients."""
         self.policy.ask(self.session, None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
-        """Record that a step without data was reduced, with the gradients that this rank had accumulated.
+        """On a rank without data, record that a step was reduced, with the gradients that this rank had accumulated.
 
         Raises:
             JoinError: the active ranks began the step with different gradients.
@@ -209,17 +209,17 @@ class ZeroGradPolicy:
             self.store.set("policy", self.habit)
 
     def set_active(self, active: bool) -> None:
-        """Publish whether this rank has data and can observe the habit. Does nothing if the habit is known."""
+        """Publish whether this rank has data and can observe the loop's habit. Does nothing if the habit is known."""
         if self._in_doubt and active != self._active:
             self._active = active
             self.store.add("active", 1 if active else -1)
 
     def ask(self, session: JoinSession | None, gradient: torch.Tensor | None) -> None:
-        """Determine the habit on a rank without data, in a step in which a rank with data can publish it.
+        """On a rank without data, determine what the loop does with gradients. Another rank may have to publish this.
 
         ``gradient``: the gradient that this rank has at the beginning of the step.
         """
-        if self._in_doubt and self.steps:  # after the first step no rank has observed the habit
+        if self._in_doubt and self.steps:  # in the first step, no rank has observed the habit yet
             self._in_doubt = False
             if self.store.check(["policy"]) or self.store.add("active", 0):
                 self.wait("policy", session, "the backward")

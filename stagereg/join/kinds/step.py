@@ -76,6 +76,6 @@ def _refuse_arguments(step: Callable[..., object]) -> None:
             )
         name = getattr(step, "__qualname__", repr(step))
         raise JoinError(
-            f"joined ranks would call {name}() without arguments, but it needs {', '.join(needs)}. List a function "
-            "that needs no arguments, such as Join([model, lambda: scheduler.step(last_loss())])."
+            f"ranks without data would call {name}() without arguments, but it needs {', '.join(needs)}. List a "
+            "function that needs no arguments, such as Join([model, lambda: scheduler.step(last_loss())])."
         )
