@@ -1,4 +1,4 @@
-"""The checkpointer: stages in the training loop, writes and commits in the background, restores at the start.
+"""The checkpointer copies the state in the training loop, writes and commits it in the background, and restores it.
 
 docs/architecture.md describes one save and one restore, module by module.
 """
@@ -51,19 +51,20 @@ Own = TypeVar("Own", bound="Checkpointer")
 
 
 class Checkpointer:
-    """The base class of :class:`stagereg.Checkpointer`, which adds the extensions. Constructing is collective.
+    """The base class of :class:`stagereg.Checkpointer`, which adds the extensions. The constructor is collective.
 
     :class:`stagereg.Checkpointer` documents the arguments that are not listed here.
 
     Args:
-        every: ``maybe_save`` saves at the multiples of this number of steps, at least 1, or at the steps of a schedule.
+        every: the number of steps between saves, at least 1, or a schedule. ``maybe_save`` saves at multiples of it.
         save_last: whether a ``with`` block that ends without an exception saves the last step passed to
             :meth:`maybe_save` or :meth:`should_save`, if that step is not saved yet.
         extensions: the extensions of this checkpointer, in the same order on all ranks.
-        sharding: decides which rank writes replicated tensors; ``None``: the lowest rank, and values are not compared.
-        notes: a directory for only the lock and records. Checkpoints then go only to the targets of extensions, and
-            messages use ``dir`` as the name of their directory.
-        compared: further options that must be the same on all ranks, by name.
+        sharding: decides which rank writes replicated tensors. With ``None`` the lowest rank writes each tensor, and
+            the ranks do not compare values.
+        notes: a directory for only the lock and records. Checkpoints are then saved only to the targets of extensions,
+            such as a local tier, and messages name ``dir`` as the directory.
+        compared: additional options, by name, that must be the same on all ranks.
 
     Raises:
         ConfigError: an option is invalid, the ranks differ in an option or in their extensions, or ``dir`` is a
@@ -104,9 +105,9 @@ class Checkpointer:
         expect_fit(self._storage, self._store.root)
         self.stats = CheckpointStats()
         self.restored: Path | str | None = None
-        self._seen: int | None = None  # the step of the last call of maybe_save or should_save
+        self._seen: int | None = None  # step of the last call to maybe_save or should_save
         self._resumed: int | None = None  # the step that the option ``resume`` restored
-        self._how: str | None = None  # the option ``resume`` after a call of restore()
+        self._how: str | None = None  # the option ``resume``, set by restore() without a source
         self._closed, self._pid = False, os.getpid()
         self._extensions = Extensions(extensions)
         self._ranks = RankGroup(process_group, failure.timeout)
@@ -127,7 +128,7 @@ class Checkpointer:
             self._begin(process_group, sharding)
 
     def _begin(self, process_group: dist.ProcessGroup | None, sharding: ReplicaSharding | None) -> None:
-        """Create the saver, and a process group for each kind of exchange between the ranks. Collective."""
+        """Create the saver, the threads and process groups of all save targets, and the coordinator. Collective."""
         called, target, timeout, names = self._extensions, self._target, self._failure.timeout, ParameterNames()
         every = target.schedule.every if type(target.schedule) is Schedule else None
         training = None if self._ranks.group is None else process_group or dist.group.WORLD
@@ -154,7 +155,7 @@ class Checkpointer:
             followers.add(self._together)
 
     def lock(self) -> None:
-        """Lock ``dir`` before the first call of a save method does. Collective. Raises the errors of :meth:`save`."""
+        """Lock ``dir`` now instead of at the first save. Collective. Raises the errors of :meth:`save`."""
         expect_usable(self._closed, self._pid)
         if self._enabled:
             self._hold.acquire_on_all()
@@ -162,9 +163,9 @@ class Checkpointer:
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save after a step if :meth:`should_save` returns True; return its result. Raises the errors of :meth:`save`.
 
-        A checkpoint is lost if the process is killed before the files are written and the staged copy is confirmed.
-        The next optimizer step, or the next call of this object, confirms the copy. Without these, for example during
-        an evaluation, the confirmation takes 0.5 s, or as long as the copy took.
+        If the process is killed before the files are written and the staged copy is confirmed, the checkpoint is lost.
+        The next optimizer step, or the next call to this object, confirms the copy. If neither happens, for example
+        during an evaluation, the copy is confirmed after 0.5 s, or after the time that the copy took if this is longer.
         """
         self.remember(state, step)
         if self.should_save(step):
@@ -178,9 +179,9 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Return whether to call :meth:`save` after ``step``; the result is the same on all ranks.
 
-        For programs that call :meth:`save` themselves: call this method once per step instead of :meth:`maybe_save`.
-        True at positive multiples of ``every``, at the steps of an ``"auto"`` schedule, and before an exit because a
-        rank received SIGTERM or SIGUSR1.
+        A program that calls :meth:`save` itself calls this method once per step, instead of :meth:`maybe_save`. The
+        result is True at positive multiples of ``every``, at the steps that ``every="auto"`` chooses, and before the
+        ranks exit because one of them has received SIGTERM or SIGUSR1.
         """
         first_step.take_step()
         self._seen = checked_step(step)
@@ -192,27 +193,27 @@ class Checkpointer:
         return self._saver.due(step, everywhere=self._extensions.due(step) > Due.NO)
 
     def goes_everywhere(self, step: int) -> bool:
-        """Return True if a save of ``step`` goes to ``dir`` and the tier, False if it goes to the tier only."""
+        """Return True if ``step`` is saved to ``dir`` and the local tier, False if only to the local tier."""
         return not self._enabled or self._saver.goes_everywhere(step)
 
     def save(self, step: int, state: MutableMapping[str, Any], everywhere: bool = False) -> None:
         """Stage ``state``, then write and commit it in the background.
 
-        Returns as soon as the program may change the state again. One save may be written while the next one waits; a
-        third call first waits until the oldest save has ended. An existing checkpoint of the same step is replaced.
+        Returns as soon as the program may change the state again. While one save is written, a second save may wait; a
+        third call blocks until the first save has ended. An existing checkpoint of the same step is replaced.
 
         Args:
             step: the training step, not negative; the same on all ranks.
             state: the objects and values to save; see :class:`stagereg.Checkpointer`.
-            everywhere: save to ``dir`` even if :meth:`should_save` returned True only for the tier.
+            everywhere: save to ``dir`` even if :meth:`should_save` returned True only for the local tier.
 
         Raises:
             CheckpointError: an earlier save failed; this rank could not stage the state; or, on rank 0, another run
-                saves to ``dir`` or ``dir`` is not writable. In the last case the other ranks raise at their next call.
-                Complete checkpoints are not touched.
-            Preempted: (a ``SystemExit`` with code 75) the ranks agreed to exit after this step because one of them
-                received SIGTERM or SIGUSR1; the step is saved and committed.
-            Stopped: (a ``SystemExit`` with code 128 + signal) the same, but the step could not be saved.
+                saves to ``dir``, or ``dir`` is not writable. If only rank 0 raises, the other ranks raise at their next
+                call. Complete checkpoints do not change.
+            Preempted: a ``SystemExit`` with code 75. A rank received SIGTERM or SIGUSR1, so all ranks exit after this
+                step, which is committed.
+            Stopped: a ``SystemExit`` with code 128 + signal, raised instead if the step could not be saved.
         """
         expect_usable(self._closed, self._pid)
         if self._enabled:
@@ -227,7 +228,7 @@ class Checkpointer:
         self._saver.save(step, targets, follows)
 
     def listen(self, listener: Callable[[int], object]) -> None:
-        """Register a function that this rank calls after each completed checkpoint, before :meth:`wait` returns.
+        """Register a function that is called on this rank after each complete checkpoint, before :meth:`wait` returns.
 
         ``listener(step)`` runs on the background thread and must not use the process group. Its exceptions are logged.
         """
@@ -235,10 +236,10 @@ class Checkpointer:
             self._background.last.listen(listener)
 
     def wait(self) -> None:
-        """Wait until every save has ended or exceeded ``timeout``, but not until older checkpoints are deleted.
+        """Wait until every save has ended or timed out. Does not wait until older checkpoints are deleted.
 
         Raises:
-            CheckpointError: a save failed, and no call has raised that failure yet.
+            CheckpointError: a save failed, and the failure was not raised by an earlier call.
         """
         expect_usable(self._closed, self._pid)
         if self._enabled:
@@ -257,8 +258,8 @@ class Checkpointer:
         logs the skipped checkpoints with the reasons, and how many steps the run repeats.
 
         Args:
-            state: the objects and values by their saved names; saved names may be omitted. In checkpoints of other
-                programs, modules and optimizers are found by the names of their parameters.
+            state: the objects and values by their saved names. Entries of the checkpoint may be omitted. In checkpoints
+                of other programs, modules and optimizers are found by their parameter names.
             source: the checkpoint to load instead of ``resume``: the path of one checkpoint, or a directory whose
                 newest valid checkpoint is loaded. The directory is only read, so another run may write there.
 
@@ -329,7 +330,7 @@ class Checkpointer:
                 each.abandon()
         self._extensions.notify(CheckpointExtension.close, ended)
         self._background.close()
-        if ended:  # a hanging save keeps the lock: no other run may write before this process ends
+        if ended:  # while a save hangs, this process must keep the lock
             self._hold.release()
         try:
             self._stager.close()
@@ -358,7 +359,7 @@ class Checkpointer:
                 self.close()
             except Exception as also:
                 if error is None or (is_consequence(error) and not is_consequence(also)):
-                    raise  # the failed save is the cause; the error that another rank caused adds no information
+                    raise  # the failed save is the root cause, and ``error`` is only a consequence on this rank
                 self._background.failures.log_after(also, error)
         resumed, last = self._resumed, max(self._seen or 0, self._saver.saved or 0)
         stayed = None if resumed is None or self.restored is None or last > resumed else (resumed, self.restored)
@@ -368,7 +369,7 @@ class Checkpointer:
                 log_end(self._background, self.dir, error is None, self._how, stayed, outlook)
 
     def _end(self) -> None:
-        """End a ``with`` block without an exception: wait for all ranks, and save the last step. Collective."""
+        """Wait for all ranks and save the last step, after the ``with`` block ended normally. Collective."""
         if self._save_last:
             self._together.end(self._seen)
         self._extensions.notify(CheckpointExtension.ended)
@@ -379,20 +380,20 @@ class Checkpointer:
 
     @property
     def latest(self) -> Path | str | None:
-        """The path of the newest committed checkpoint, a URL if ``dir`` is a URL; ``None`` without a checkpoint."""
+        """The path or URL of the newest committed checkpoint, or ``None`` if there is no checkpoint."""
         return path_or_url(found.path) if self._enabled and (found := self._store.latest()) else None
 
     @property
     def every(self) -> int:
-        """The number of steps between checkpoints; with ``every="auto"``, the current number."""
+        """The number of steps between checkpoints. With ``every="auto"`` this is the current number."""
         return self._target.schedule.every if self._enabled else 0
 
     @property
     def saved(self) -> int | None:
-        """The step last saved to ``dir`` (or, without ``dir``, to the tier); ``None`` before the first save."""
+        """The last step that was saved to ``dir`` (without ``dir``: to the local tier), or ``None``."""
         return self._saver.stored if self._enabled and self._saver.retake.pending is None else None
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Keep a reference to ``state``, and the ended ``step``, for saves after this rank leaves its loop."""
+        """Keep a reference to ``state``, so that this rank can join saves of other ranks after it has left its loop."""
         if self._enabled:
             self._saver.remember(checked_state(state), step)

@@ -1,4 +1,4 @@
-"""Calls the extensions of one checkpointer in order; :mod:`.extension` lists the methods whose errors are raised."""
+"""Calls the extensions of a checkpointer in order. :mod:`.extension` lists the methods whose exceptions propagate."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Extensions(SaveObserver):
-    """The extensions of one checkpointer. Thread-safe if the extensions are thread-safe.
-
-    Each method of :class:`.SaveObserver` calls all extensions. The function that :meth:`capturing` returns runs on
-    another thread.
-    """
+    """Forwards each call to all extensions of a checkpointer. Thread-safe if the extensions are thread-safe."""
 
     def __init__(self, extensions: Sequence[CheckpointExtension]) -> None:
         self.all = tuple(extensions)
@@ -32,35 +28,35 @@ class Extensions(SaveObserver):
         self._answered: tuple[int, Due] | None = None  # the last step and result of :meth:`due`
 
     def options(self) -> dict[str, Any]:
-        """Return the values that must be the same on all ranks: the options of extensions, and their names in order."""
+        """Return the options and the ordered names of all extensions, which must be the same on all ranks."""
         found: dict[str, Any] = {}
         for each in self.all:
             found |= each.options
         return {**found, EXTENSIONS: [each.name for each in self.all]}
 
     def targets(self, setup: Setup) -> list[SaveTarget]:
-        """Return the targets of all extensions. Collective. Raises: any error."""
+        """Return the save targets of all extensions. Collective. Exceptions propagate."""
         return [target for each in self.all for target in each.targets(setup)]
 
     def start(self, setup: Setup, saves: Saves) -> None:
-        """Start all extensions. Collective. Raises: any error of an extension, only on the rank where it occurs."""
+        """Start all extensions. Collective. An exception propagates only on the rank where it was raised."""
         for each in self.all:
             each.start(setup, saves)
 
     def due(self, step: int) -> Due:
-        """Call :meth:`due` of all extensions, once per step; return the largest result. Raises: any error."""
+        """Call ``due()`` of every extension, once per step, and return the largest result. Exceptions propagate."""
         answer = max([each.due(step) for each in self.all], default=Due.NO)
         self._answered = step, answer
         return answer
 
     def leaves_after(self, step: int) -> bool:
-        """Return whether the ranks exit after ``step``, which is about to be saved; calls :meth:`due` if needed."""
+        """Return whether all ranks will exit after saving ``step``. Calls :meth:`due`, unless it was called before."""
         known = self._answered
         answer = known[1] if known is not None and known[0] == step else self.due(step)
         return answer is Due.LEAVE
 
     def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Exit after the last step: let extensions raise ``SystemExit``, in order, or raise it here. Collective."""
+        """Call ``exit()`` of the extensions in order. If none of the calls raises, raise ``SystemExit``. Collective."""
         for each in self.all:
             each.exit(step, failure, resume)
         raise SystemExit(RESUME_CODE if failure is None else 1) from failure
@@ -93,7 +89,7 @@ class Extensions(SaveObserver):
         return inspect
 
     def manifest_fields(self, step: int) -> dict[str, Any]:
-        """Return the manifest fields that all extensions provide for a step. Invalid fields are logged and omitted."""
+        """Return additional manifest fields from all extensions for a step. Invalid fields are logged and omitted."""
         found: dict[str, Any] = {}
         for each in self.all:
             with self._logs(each, CheckpointExtension.manifest_fields.__name__):
@@ -106,15 +102,15 @@ class Extensions(SaveObserver):
         return found
 
     def committed(self, where: str, target: SaveTarget, step: int) -> None:
-        """Report a completed save; ``where`` is ``"store"`` or ``"tier"``. On the thread of the target."""
+        """Report a completed save to ``"store"`` or ``"tier"`` to all extensions. On the thread of ``target``."""
         self.notify(CheckpointExtension.committed, step, where, target.committed)
 
     def locked(self) -> None:
-        """Report to all extensions that the run has locked the checkpoint directory. On rank 0."""
+        """Report to all extensions that the run has locked the checkpoint directory. Called on rank 0."""
         self.notify(CheckpointExtension.locked)
 
     def outlook(self) -> str:
-        """Return the sentences of all extensions about the next start of the run."""
+        """Return the messages of all extensions about unexpected behavior of the next start of the run."""
         return " ".join(filter(None, self._results(CheckpointExtension.outlook)))
 
     def notify(
@@ -134,7 +130,7 @@ class Extensions(SaveObserver):
 
     @contextmanager
     def _logs(self, extension: CheckpointExtension, method: str) -> Iterator[None]:
-        """Log the exceptions of a method: the first one at level ERROR, later ones at level DEBUG."""
+        """Log an exception in the ``with`` block: at level ERROR the first time, at level DEBUG later."""
         try:
             yield
         except Exception as error:
@@ -146,7 +142,7 @@ class Extensions(SaveObserver):
 
 
 def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
-    """Return a function that calls a bound method, or returns ``otherwise`` once its object is garbage collected."""
+    """Return a function that calls a bound method, or returns ``otherwise`` after the object was garbage collected."""
     found = weakref.WeakMethod(method)
 
     def call() -> T:

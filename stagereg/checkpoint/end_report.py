@@ -1,4 +1,4 @@
-"""The end of a checkpointer: log how the next run can resume, and reject later calls."""
+"""Logs at the end of a run how the next run can resume, and rejects calls to a closed checkpointer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NO_STEP = (
 def describe_end(
     background: SaveThreads, dir: Path | str, finished: bool, resume: str | None, skipped: str = ""
 ) -> str:
-    """Return a text with the newest checkpoint and the way to resume from it.
+    """Return a message that names the newest checkpoint, and how to resume from this checkpoint.
 
-    ``resume`` is the option of the ending run, or ``None`` if the run did not call ``restore()``. ``skipped`` is a text
-    about the checkpoints that the next start skips, if there are any.
+    ``resume``: the option of this run, or ``None`` if the run did not call ``restore()``. ``skipped``: a sentence about
+    checkpoints that the next start will skip, or ``""``.
     """
     newest = background.describe_newest()
     if skipped:
@@ -46,7 +46,7 @@ def describe_end(
 
 
 def expect_usable(closed: bool, pid: int) -> None:
-    """Raise ``ClosedError`` if the checkpointer is closed, ``CheckpointError`` if another process constructed it."""
+    """Raise ``ClosedError`` if the checkpointer is closed, or ``CheckpointError`` in a forked child."""
     if closed:
         raise ClosedError("This checkpointer is closed. Construct another one.")
     if os.getpid() != pid:
@@ -64,10 +64,10 @@ def log_end(
     stayed: tuple[int, Path | str] | None,
     skipped: str,
 ) -> None:
-    """Log how to resume, on a rank that has the lock.
+    """Log how to resume. Called on the rank that holds the directory lock.
 
-    ``stayed`` is the step and the path that the run resumed from, if it took no further step. For the other arguments
-    see :func:`describe_end`.
+    ``stayed``: the step and the path that the run resumed from, if the run took no further step. :func:`describe_end`
+    documents the other arguments.
     """
     if finished and stayed is not None:
         _log.warning(_NO_STEP, *stayed, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never"))
@@ -77,7 +77,7 @@ def log_end(
 
 
 def warn_of_unclosed(dir: Path | str, saver: Saver, hold: DirectoryLock, pid: int) -> None:
-    """Warn if a checkpointer that saves was garbage collected, or the program ended, without ``close()``."""
+    """Warn that ``close()`` was not called before the checkpointer was garbage collected or the program ended."""
     own = hold.acquired and os.getpid() == pid  # a forked child does not own the lock
     if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # silent after an uncaught exception
         _log.warning(

@@ -1,9 +1,9 @@
-"""The protocols between a checkpointer and its extensions.
+"""The interfaces between a checkpointer and its extensions.
 
-The core of the checkpointer uses extensions only by these protocols. It calls all of them in one order, which is the
-same on all ranks (:mod:`.dispatch`). Exceptions of :meth:`CheckpointExtension.targets`, ``start``, ``due`` and
-``exit``, and of all methods of :class:`RestoreExtension`, are raised in the program. Exceptions of other methods are
-logged, and fail neither a save nor training. No method has a time limit: a method that hangs blocks its thread.
+The checkpointer calls its extensions only through these interfaces, in the same order on all ranks (:mod:`.dispatch`).
+Exceptions in :meth:`CheckpointExtension.targets`, ``start``, ``due`` and ``exit``, and in all methods of
+:class:`RestoreExtension`, propagate to the program. Exceptions in other methods are logged, and do not make a save or
+training fail. The methods have no time limit: a method that hangs blocks its thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Due(enum.IntEnum):
-    """The action after a step. Of the results of several extensions, the largest one counts."""
+    """The action that an extension requests after a step. If extensions differ, the largest value counts."""
 
     NO = 0
     SAVE = 1
@@ -40,56 +40,56 @@ class Due(enum.IntEnum):
 
 
 class Saves(Protocol):
-    """The interface of an extension to the saves of its checkpointer."""
+    """The methods that a checkpointer provides to its extensions, for information about its saves."""
 
     stats: CheckpointStats
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint in the directory that this run knows to be valid. Any thread."""
+        """The step of the newest valid checkpoint in the directory, as far as this run has recorded it. Any thread."""
 
     def note_newest(self, step: int | None) -> None:
-        """Record the step of the newest valid checkpoint in the directory; ``None`` for none. Any thread."""
+        """Record the step of the newest valid checkpoint in the directory, or ``None`` if there is none. Any thread."""
 
     @property
     def targets(self) -> Sequence[SaveTarget]:
-        """The targets of saves. The checkpoint directory is the last one."""
+        """The destinations of saves. The checkpoint directory is the last element."""
 
     def describe_newest(self) -> str:
-        """Return a sentence about the newest checkpoint. Any thread."""
+        """Return a sentence for the log that names the newest checkpoint. Any thread."""
 
     def finish(self) -> bool:
-        """Wait until all saves have ended and old checkpoints are deleted; return False if a save hangs."""
+        """Wait until all saves have ended and old checkpoints are deleted. Return False if a save hangs."""
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the directory have ended or failed; return False if some have not at ``until``."""
+        """Wait until all saves to the directory have ended. Return False if the time ``until`` is reached first."""
 
     def raise_failure(self) -> None:
-        """Raise the first failure that no call has raised yet. Training thread."""
+        """Raise the first failure of a save that was not raised before. Called on the training thread."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts and options of a checkpointer that its extensions receive before the first save."""
+    """The internal objects and options of a checkpointer, which its extensions receive before the first save."""
 
     ranks: RankGroup  # the ranks that save together, for exchanges on the training thread
     process_group: dist.ProcessGroup | None  # the option ``process_group``; extensions create their groups in it
     training: dist.ProcessGroup | None  # the process group that trains; ``None`` for a single process
-    store: CheckpointStore  # the checkpoint directory; without one, the directory of the lock and records
+    store: CheckpointStore  # the checkpoint directory, or the directory for only lock and records
     stores: bool  # whether checkpoints are saved to that directory
     storage: Storage  # the storage that writes the checkpoint files
-    names: ParameterNames  # the names of the parameters in the state, as saves use them
+    names: ParameterNames  # the parameter names that saves use
     every: int | None  # the number of steps between saves; ``None`` for a schedule without a fixed number
     dir: Path | str  # the directory, for messages
     token: str  # the unique name of this run; the same on all ranks
     resume: str  # the option ``resume``
     timeout: datetime.timedelta  # the timeout of a save
     lock: Callable[[], object]  # locks the directory; collective
-    is_urged: Callable[[], bool]  # whether an extension of this rank requests an exit (``urges``)
+    is_urged: Callable[[], bool]  # whether an extension on this rank requests an exit (``urges``)
 
 
 class Rejection(NamedTuple):
-    """The reason why a restore skips a candidate; its files may be valid."""
+    """The reason why a restore skips a checkpoint even though its files may be valid."""
 
     word: str  # the word that completes "the checkpoint is ...", such as ``"quarantined"``
     about: str  # the subject of the reason, such as the name of a corrupt file
@@ -104,7 +104,7 @@ class Candidate:
 
     found: VerificationResult  # the directory, its manifest and its corrupt files
     source: str  # the name of the source that reads the checkpoint
-    rejections: tuple[Rejection, ...] = ()  # reasons to skip it; messages use the ``word`` of the first one
+    rejections: tuple[Rejection, ...] = ()  # the restore skips a rejected candidate
 
     @property
     def path(self) -> str:
@@ -112,7 +112,7 @@ class Candidate:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest; ``None`` if the manifest cannot be read."""
+        """The manifest, or ``None`` if the manifest cannot be read."""
         return self.found.manifest
 
     @property
@@ -121,12 +121,12 @@ class Candidate:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint; ``None`` if the candidate is skipped."""
+        """The checkpoint, or ``None`` if the candidate is rejected, corrupt or incomplete."""
         return None if self.rejections else self.found.checkpoint
 
     @property
     def word(self) -> str:
-        """The word that completes "the checkpoint is ..." for a skipped candidate."""
+        """The word that completes "the checkpoint is ...", for messages about a skipped candidate."""
         return self.rejections[0].word if self.rejections else "corrupt"
 
     def lines(self) -> list[str]:
@@ -139,7 +139,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """The arguments of one restore. :class:`stagereg.Restore` documents the fields without a comment."""
+    """The arguments of one restore. :class:`stagereg.Restore` documents fields that have no comment here."""
 
     store: CheckpointStore  # the directory of checkpoints
     resume: str  # ``"auto"``, ``"latest"`` or the path of a checkpoint
@@ -157,7 +157,7 @@ class RestoreRequest:
 
     @property
     def where(self) -> str:
-        """The checkpoint directory, or the path of the checkpoint, that is restored."""
+        """The path to restore from: one checkpoint, or the checkpoint directory."""
         return self.resume if self.is_path else self.store.root
 
     @property
@@ -167,19 +167,19 @@ class RestoreRequest:
 
     @property
     def failing(self) -> str:
-        """The beginning of error messages."""
+        """The beginning of the message for an error in this restore."""
         return f"Nothing was restored from {self.where}"
 
 
 class CheckpointSource:
-    """A place with checkpoints for one restore: the checkpoint directory, a local tier, or directories of plain torch.
+    """A place to restore from: the checkpoint directory, a local tier, or directories that plain torch wrote.
 
-    All methods run on the training thread. Their exceptions are raised in the program, on all ranks.
+    All methods run on the training thread. Their exceptions propagate to the program, on all ranks.
 
     Attributes:
         name: the unique name of the source, for :attr:`Candidate.source`.
-        shares_reads: whether one rank may read the files for the other ranks.
-        root: the directory that messages name, if it is not the checkpoint directory.
+        shares_reads: whether one rank may read files and send the data to the other ranks.
+        root: the directory for messages; ``""`` means the checkpoint directory.
     """
 
     name = ""
@@ -187,37 +187,37 @@ class CheckpointSource:
     root = ""
 
     def claims(self, path: str) -> bool:
-        """Return whether only this source reads the checkpoint ``path``; the same on all ranks. Not collective."""
+        """Return whether no other source may read the checkpoint ``path``. Same result on all ranks. Not collective."""
         return False
 
     def survey(self) -> bool:
-        """Search for checkpoints before they are listed; return True if some are known to exist. Collective."""
+        """Search for checkpoints before :meth:`insert` lists them; return whether at least one exists. Collective."""
         return False
 
     def insert(self, listed: list[Candidate], resume: str) -> list[Candidate]:
-        """Return ``listed``, sorted newest first, with the candidates of this source inserted. On rank 0.
+        """Insert the candidates of this source into ``listed``, newest first, and return the list. On rank 0.
 
-        ``resume`` is the request's, but ``"auto"`` instead of ``"latest"`` if :meth:`survey` of a source returned True.
+        ``resume``: the option, but ``"auto"`` instead of ``"latest"`` if :meth:`survey` of any source returned True.
         """
         raise NotImplementedError
 
     def lease(self, candidate: Candidate) -> AbstractContextManager[None]:
-        """Return a context manager that prevents the deletion of a candidate. On rank 0."""
+        """Return a context manager that prevents other processes from deleting a candidate. On rank 0."""
         return nullcontext()
 
     def check(self, candidate: Candidate, rank: int, size: int) -> dict[str, Found]:
-        """Read and check the files that belong to ``rank`` of ``size`` ranks; return the results by name. On each rank.
+        """Check this rank's portion of the files, of ``size`` portions; return digests or errors by file name.
 
-        Empty if the source checks the bytes while it loads them.
+        Called on each rank. Empty if the source checks the files while it reads them.
         """
         return {}
 
     def is_complete(self, candidate: Candidate) -> bool:
-        """Return whether this rank sees all files of a candidate. On each rank; not collective."""
+        """Return whether this rank can access all files of a candidate. On each rank. Not collective."""
         return True
 
     def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:
-        """Open the files of a candidate; ``index`` is the content of its index, if known. Each rank; not collective."""
+        """Open the files of a candidate. ``index``: content of its index file, if known. Each rank. Not collective."""
         raise NotImplementedError
 
     def corrupt(self, candidate: Candidate) -> None:
@@ -228,130 +228,132 @@ class CheckpointSource:
 
 
 class SharedReader(Protocol):
-    """Reads each byte of a checkpoint on one rank, which sends it to the ranks that need it."""
+    """Reads each byte of a checkpoint on only one rank, and sends the data to the ranks that need it."""
 
     def index(self, checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
-        """Return the content of the index. Collective. Raises: ``CheckpointError``, on all ranks."""
+        """Return the content of the checkpoint's index file. Collective. Raises ``CheckpointError`` on all ranks."""
         ...
 
     def begin(
         self, checkpoint: Checkpoint, files: CheckpointFiles, transfer: Transfer, ranks: RankGroup, check: bool
     ) -> Callable[[], Mapping[str, str]]:
-        """Prepare a read without changing objects; return a function that reads, and then returns the corrupt files.
+        """Prepare a read; return a function that reads the data into the objects, and returns the corrupt files.
 
-        With ``check``, it reads all files and compares them with the manifest. Both functions are collective. Both
-        raise ``CheckpointError`` on all ranks.
+        ``check``: read all files, and compare the checksums with the manifest. This method and the returned function
+        are collective, and raise ``CheckpointError`` on all ranks.
         """
         ...
 
 
 class RestoreExtension:
-    """An extension of restores, on all ranks. Each method does nothing by default, and runs on the training thread.
+    """The base class of extensions that take part in restores, on all ranks. By default the methods do nothing.
 
-    Exceptions of the methods are raised in the program.
+    The methods run on the training thread. Exceptions propagate to the program.
     """
 
     shared_reader: SharedReader | None = None
 
     def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
-        """Return sources in addition to the checkpoint directory; the same on all ranks. Not collective."""
+        """Return additional sources of checkpoints. Must return the same on all ranks. Not collective."""
         return ()
 
     def candidates(self, request: RestoreRequest, listed: list[Candidate]) -> list[Candidate]:
-        """Return the candidates, with rejections added or in another order; the same on all ranks. Collective."""
+        """Reject or reorder candidates, and return the new list. Must return the same on all ranks. Collective."""
         return listed
 
     def restoring(self, request: RestoreRequest, candidate: Candidate) -> None:
         """Called before a candidate is read. On all ranks; not collective."""
 
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
-        """Called at the end of a restore; ``None`` if there was no checkpoint. On all ranks; not collective."""
+        """Called after a successful restore; ``candidate`` is ``None`` if there was no checkpoint. Not collective."""
 
     def refused(self, error: CheckpointError) -> None:
         """Called after a restore has failed. On all ranks; not collective."""
 
 
 class SaveObserver:
-    """An observer of the saves of one rank. Each method does nothing by default.
+    """The base class of objects that observe the saves on one rank. By default the methods do nothing.
 
-    All methods are called on the training thread, and must not wait or be collective. Their exceptions are logged.
+    The methods are called on the training thread, and must not block or be collective. Exceptions are logged.
     """
 
     def given(self, state: Mapping[str, Any]) -> None:
-        """Called after the program has passed a state to save. Objects in its containers are separate entries."""
+        """Called after the program has passed a state. An object inside a container has a separate entry."""
 
     def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
-        """Called at the end of a step; ``state`` is the state passed for it, or ``None`` if it was passed earlier."""
+        """Called at the end of a step; ``state`` is ``None`` if the program has not passed a state for this step."""
 
     def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
-        """Called when a save to ``targets`` begins; ``state`` is the program's dict, or ``None`` if it passed none."""
+        """Called when a save to ``targets`` begins; ``state`` is ``None`` if the program has not passed a state."""
 
     def capturing(
         self, state: Mapping[str, Any], captured: Mapping[str, Any]
     ) -> Callable[[dict[str, Any]], object] | None:
-        """Called before the ``captured`` entries of a state are staged.
+        """Called before the entries ``captured`` are copied. May return a function.
 
-        Return a function that the thread of the save calls with the staged copy, or ``None``.
+        The save thread then calls the function with the staged copy.
         """
         return None
 
 
 EXTENSIONS = "extensions"
-"""The name of the option in which ranks compare the names of their extensions."""
+"""The key under which the ranks compare the names of their extensions."""
 _NONE: Mapping[str, Any] = {}
 
 
 class CheckpointExtension(SaveObserver, RestoreExtension):
-    """An extension of one checkpointer, on all ranks. Each method does nothing by default. See the module for errors.
+    """The base class of extensions of a checkpointer. By default the methods do nothing.
 
-    An extension must not keep a reference to its checkpointer, so that an unused checkpointer is freed immediately.
+    The docstring of this module lists the methods whose exceptions propagate. An extension must not keep a strong
+    reference to its checkpointer, so that an unused checkpointer is freed immediately.
 
     Attributes:
-        name: the name for messages. The extensions must have the same names in the same order on all ranks.
-        options: values that must be the same on all ranks, by the name of the option below ``checkpoint``.
+        name: the name for messages. All ranks must have extensions with the same names in the same order.
+        options: the options that must be the same on all ranks, by name without the prefix ``checkpoint.``.
     """
 
     name = ""
     options = _NONE
 
     def targets(self, setup: Setup) -> Sequence[SaveTarget]:
-        """Return targets in addition to the checkpoint directory. Collective; training thread, before :meth:`start`."""
+        """Return additional save targets. Collective. Called on the training thread, before :meth:`start`."""
         return ()
 
     def start(self, setup: Setup, saves: Saves) -> None:
-        """Called after the checkpointer is constructed; ``saves`` lives as long. Collective; training thread."""
+        """Called at the end of the checkpointer's constructor, on the training thread. Collective."""
 
     def locked(self) -> None:
-        """Called after this run has taken the directory lock. On rank 0; training thread."""
+        """Called on rank 0, on the training thread, after this run has acquired the directory lock."""
 
     def due(self, step: int) -> Due:
-        """Return the action after ``step``; the same on all ranks. Training thread, once per step."""
+        """Return the action after ``step``, the same on all ranks. Called on the training thread, once per step."""
         return Due.NO
 
     def urges(self) -> bool:
-        """Return whether this rank requests an exit, on which the ranks may not have agreed yet. Any thread."""
+        """Return whether this rank requests an exit, even if the other ranks have not agreed yet. Any thread."""
         return False
 
     def leaving(self) -> None:
-        """Called before all ranks save their last step and exit. Training thread."""
+        """Called on the training thread before all ranks save their last step and exit."""
 
     def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Raise ``SystemExit`` if this extension has requested the exit of the ranks. Collective; training thread.
+        """Raise ``SystemExit`` if this extension has requested the exit. Collective. Called on the training thread.
 
-        ``step`` is saved, unless there is a ``failure``. ``resume`` is ``None`` if the run did not call ``restore()``.
+        ``failure``: why ``step`` could not be saved, or ``None``. ``resume``: the option of the run, or ``None`` if the
+        run did not call ``restore()``.
         """
 
     def follow(self, over: bool) -> None:
-        """Take part in the exchanges of ranks in a join's loop, on a rank that has left the loop. Training thread.
+        """Called on the training thread of a rank that has left the loop of a join, to take part in exchanges.
 
-        ``over`` is True if no rank is in the loop any more; the method is then called on all ranks.
+        ``over`` is True in the last call, after all ranks have left the loop. This call is made on all ranks.
         """
 
     def idle(self) -> None:
-        """Take part in exchanges that this rank has missed. Called about once per second, on the thread of saves."""
+        """Take part in exchanges that this rank has missed. Called on the save thread, about once per second."""
 
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
-        """Return additional manifest fields of a checkpoint, as JSON values. On rank 0, on the thread of the save.
+        """Return additional manifest fields, as JSON values. Called on rank 0, on the save thread.
 
         Invalid fields are logged like an exception, and omitted.
         """
@@ -360,21 +362,21 @@ class CheckpointExtension(SaveObserver, RestoreExtension):
     def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
         """Called after a save to the checkpoint directory (``"store"``) or to a tier (``"tier"``) is complete.
 
-        ``checkpoint`` is the new checkpoint in the directory, on rank 0 only. On each rank, on the target's thread.
+        Called on each rank, on the target's thread. ``checkpoint``: on rank 0, the new checkpoint in the directory.
         """
 
     def ending(self, error: BaseException | None) -> None:
-        """Called at the end of the ``with`` block; ``error`` is its exception, if any. Each rank; training thread."""
+        """Called on the training thread at the end of the ``with`` block; ``error``: exception of the block, if any."""
 
     def ended(self) -> None:
-        """Called if all ranks' blocks ended without an exception, before the last save. Training thread."""
+        """Called on the training thread, before the last save, if the ``with`` block ended normally on every rank."""
 
     def completed(self) -> None:
-        """Called if all ranks' blocks ended without an exception, after the last save. Collective; training thread."""
+        """Called on the training thread, after the last save, if :meth:`ended` was called. Collective."""
 
     def outlook(self) -> str:
-        """Return a sentence about unexpected behavior of the next start, or an empty text. On rank 0."""
+        """Return a sentence about unexpected behavior of the next start of the run, or ``""``. Called on rank 0."""
         return ""
 
     def close(self, in_time: bool) -> None:
-        """Called when the checkpointer closes; ``in_time`` is False if a save hangs. Training thread. Idempotent."""
+        """Called on the training thread when the checkpointer closes; ``in_time`` is False if a save hangs."""

@@ -1,13 +1,13 @@
 """The lock of a run on its checkpoint directory. While rank 0 holds the lock, no other run writes there.
 
-The constructor takes no lock, because a program that never saves is only a reader. Rank 0 takes the lock at the first
-call of ``maybe_save``, ``should_save`` or ``save``. It takes the lock in ``restore`` if the same command, that is, the
-same program with the same arguments (:func:`.command_key`), saved the newest checkpoint. So a crash between ``restore``
-and the first ``maybe_save`` is counted, and a second run is refused before it trains. An evaluation can run next to
-training, and may start first. With a tier, the constructor locks the tier's folder and the directory.
+The constructor of a Checkpointer does not acquire the lock, because a program may only read. Rank 0 acquires the lock
+at the first call to ``maybe_save``, ``should_save`` or ``save``. It acquires the lock in ``restore`` if a run with the
+same command line (:func:`.command_key`) saved the newest checkpoint. So a crash between ``restore`` and the first
+``maybe_save`` is counted, and a second run fails before it trains. An evaluation, which has another command line, can
+run at the same time. With a local tier, the constructor already locks the tier's folder and the directory.
 
 The constructor also checks that all machines see one shared directory, not different directories with the same path:
-rank 0 writes a reader's lease, which other runs do not delete, and the other ranks look for it.
+rank 0 writes a reader's lease, which other runs do not delete, and the other ranks check that the file exists.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from stagereg.checkpoint.store.sweep_job import expect_own_job, note_job
 from stagereg.errors import CheckpointError, ConfigError, kind_of, name_ranks, reason
 
 SCRATCH = "stagereg-scratch-"
-"""Prefix of the names of folders that receive no checkpoints, and so need not be shared between machines."""
+"""Prefix of the names of folders without checkpoints, which need not be shared between machines."""
 
 _PATIENCE_S = 5.0  # seconds for a network file system to show a file that another machine has created
 _POLL_INTERVAL_S = 0.05
-_SHOWN = 3  # machines that a message names
+_SHOWN = 3  # maximum number of machines that a message names
 
 _log = logging.getLogger(__name__)
 
@@ -66,23 +66,23 @@ class DirectoryLock:
         acquired: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._ranks, self._seconds, self._resume = store, ranks, seconds, resume
-        self._process = os.getpid()  # a forked child must not take the lock
+        self._process = os.getpid()  # a forked child must not acquire the lock
         self._lock: StoreLock | None = None
         self._failing = ""  # prefix of error messages
         self._warned = False
-        self._known: int | None = None  # serial of the last commit that the run knows
+        self._known: int | None = None  # number of the last commit when the run began
         self.continues = False
         self._when_acquired = acquired
 
     @property
     def acquired(self) -> bool:
-        """Whether this process has taken the lock; stays True after the release."""
+        """Whether this process has acquired the lock. Still True after the release."""
         return self._lock is not None
 
     def open(self, given: str | None) -> str:
-        """Check that all ranks see the same directory, and return a token that names this run. Collective.
+        """Check that all ranks see the same directory, and return a random token that identifies this run. Collective.
 
-        ``given`` is the directory as the user wrote it, or ``None`` if each machine has its own directory.
+        ``given``: the directory as the user wrote it, or ``None`` if each machine has its own directory.
 
         Raises:
             CheckpointError: another job of the sweep has used the directory.
@@ -99,11 +99,11 @@ class DirectoryLock:
         return token
 
     def acquire_to_save(self) -> None:
-        """Take the lock on rank 0, unless it is held already; delete the unfinished saves of killed runs.
+        """Acquire the lock on rank 0, unless it is held already, and delete the unfinished saves of killed runs.
 
-        Warns of an earlier run's checkpoints if this run will delete them, because it did not call ``restore``.
+        If the run has not called ``restore``, warn that it will delete the checkpoints of an earlier run.
 
-        Raises: ``CheckpointError`` if another run holds the lock, or the directory is not writable or not responding.
+        Raises: ``CheckpointError`` if another run holds the lock, or the directory is not writable or does not respond.
         """
         try:
             self._acquire()
@@ -114,11 +114,11 @@ class DirectoryLock:
             _warn_of_earlier_run(self._store)
 
     def acquire_on_all(self) -> None:
-        """Take the lock like :meth:`acquire_to_save`, without the warning. All ranks raise together. Collective."""
+        """Acquire the lock on rank 0, without a warning; errors are raised on all ranks. Collective."""
         self._ranks.run_on_all(self._failing, self._acquire)
 
     def acquire_to_restore(self) -> None:
-        """Take the lock on rank 0 if the same command saved the newest checkpoint. Raises: any error."""
+        """Acquire the lock on rank 0 if a run with this run's command line saved the newest checkpoint."""
         if self._ranks.rank == 0 and self._lock is None:
             self._known = self._store.last_serial()
         newest = self._store.latest() if self._ranks.rank == 0 else None
@@ -126,19 +126,19 @@ class DirectoryLock:
             self._acquire()
 
     def release(self) -> None:
-        """Release the lock, so that other runs can write. This run does not take the lock again."""
+        """Release the lock, so that other runs can write. This run cannot acquire the lock again."""
         self._process = 0
         if self._lock is not None:
             self._store.settle()
             self._lock.release()
 
     def _open(self, looks: bool) -> tuple[str, str]:
-        """On rank 0, return a token, and the path of a lease that other ranks must see (empty without a lease)."""
+        """On rank 0, return a token, and the path of a new lease file that other ranks must see, or ``""``."""
         if self._ranks.rank > 0:
             return "", ""
         with within(self._seconds):
             expect_own_job(self._store, self._resume)
-            if not self._store.backend.remote:  # s3fs would list the parent of an empty prefix
+            if not self._store.backend.remote:  # s3fs would list the parent of an empty directory
                 self._known = self._store.last_serial()
         token, probe = new_token(), f"{self._store.root}/{reader_name(step_name(0))}"
         if not looks:
@@ -146,12 +146,12 @@ class DirectoryLock:
         try:
             os.makedirs(self._store.root, exist_ok=True)
             self._store.backend.write(probe, LeaseRecord(Owner.ourselves(), token, machine_name(), time.time()).dumps())
-        except OSError:  # a reader needs no write permission; a save raises the error later
+        except OSError:  # a program that only reads needs no write permission
             return token, ""
         return token, probe
 
     def _expect_one_directory(self, named: str, probe: str) -> None:
-        """Raise ``ConfigError`` on all ranks if a rank does not see the file that rank 0 wrote. Collective."""
+        """Raise ``ConfigError`` on all ranks if a rank does not see ``probe``, which rank 0 has written. Collective."""
         store = self._store
         probe = f"{store.root}/{os.path.basename(probe)}"
         try:
@@ -189,7 +189,6 @@ class DirectoryLock:
 
 
 def _warn_of_earlier_run(store: CheckpointStore) -> None:
-    """Warn of an earlier run's checkpoints that this run will delete, because it did not call ``restore``."""
     if store.retention.spared:
         _log.warning(
             "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: this run "
@@ -203,7 +202,7 @@ def _warn_of_earlier_run(store: CheckpointStore) -> None:
 
 
 def _look(path: str) -> tuple[str, bool]:
-    """Return the name of this machine, and whether a file of another machine becomes visible within some seconds."""
+    """Return the name of this machine, and whether the file that rank 0 has written appears within five seconds."""
     ends = time.monotonic() + _PATIENCE_S
     while True:
         for folder in [*Path(path).parents][::-1]:  # opening a folder makes NFS refresh its entries
@@ -220,7 +219,7 @@ def _take(store: CheckpointStore, seconds: float, resume: str, continues: bool, 
         failpoint("locked")
         try:
             store.sweep()
-            if known is not None and store.last_serial() > known:  # a save of this run would replace that checkpoint
+            if known is not None and store.last_serial() > known:  # this run could overwrite it
                 raise CheckpointError(
                     "another run has saved a checkpoint there since this run began. Start this run again with "
                     f"{option('checkpoint.resume', 'auto')}: it then resumes from that checkpoint"

@@ -1,4 +1,4 @@
-"""The options of a checkpointer, in groups, and their checks. Each function raises ``ConfigError``."""
+"""The groups of options of a checkpointer, and checks of their values, which raise ``ConfigError``."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class Restore:
             files together. ``"once"``: one rank reads and checks each byte, and sends it to the ranks that need it, so
             objects may have changed before corruption is found. ``"auto"``: ``"once"`` for URLs and network file
             systems if there are several ranks, otherwise ``"each"``.
-        max_crashes: the number of crashes between the restore of a checkpoint and the next complete checkpoint, after
-            which ``resume="auto"`` skips the restored checkpoint. A crash is a process that was killed by a signal or
-            for lack of memory, or the same exception again after a restart by a launcher or a scheduler. Crashes are
-            counted for the directory and for the tier. After five times as many crashes in a row, no checkpoint is
-            tried any more. ``None`` disables the count.
-        cast: whether to convert floating-point tensors to the dtypes of the objects, as ``copy_`` does, for a stager
-            that saves smaller dtypes. Without it, modules reject tensors that were saved with another dtype.
-        exact: whether ``resume="auto"`` skips emergency saves, which lack values of a failed rank, such as its random
-            numbers. The run then repeats the steps since the newest exact checkpoint. Other values of ``resume`` reject
-            such a checkpoint. With ``False`` a run resumes from an emergency save, and seeds the failed rank's random
-            numbers from the checkpoint, its step and the rank.
-        rename: saved names, each with its new name in the program: ``{"a": "inp"}`` restores ``inp.weight`` from
-            ``a.weight``, and its optimizer state. A name applies to an entry, or to a parameter or layer in any module,
-            and to all names below it; ``{"model.a": "model.inp"}`` applies to one module only. A checkpoint that
-            already has the new name is not affected, so the option may stay in a command.
-        allow_missing: names of entries, parameters and layers that keep the program's values if a checkpoint does not
-            have them: ``["scheduler", "c.*"]``. ``*`` matches any text. Such parameters start without optimizer state.
-            Names that are not listed are an error if they are missing, and so is the state of another kind of
+        max_crashes: after this number of crashes between the restore of a checkpoint and the next complete checkpoint,
+            ``resume="auto"`` skips the restored checkpoint. A crash is a process that was killed by a signal or for
+            lack of memory, or an exception that was raised again after a restart by a launcher or a scheduler. Crashes
+            are counted for the directory and for the local tier. After five times as many crashes in a row, no further
+            checkpoint is tried. ``None`` disables the count.
+        cast: whether to convert saved floating-point tensors to the dtypes of the live tensors, as ``copy_`` does. This
+            is necessary for a stager that saves smaller dtypes. If False, modules reject tensors of another dtype.
+        exact: whether ``resume="auto"`` skips emergency saves. An emergency save lacks values of a failed rank, such as
+            the state of its random number generators. The run then repeats the steps since the newest exact checkpoint.
+            Other values of ``resume`` reject emergency saves. If ``exact`` is False, a run resumes from an emergency
+            save, and seeds the generators of the failed rank from the checkpoint, the step and the rank.
+        rename: a mapping from saved names to new names in the program. ``{"a": "inp"}`` restores ``inp.weight`` and its
+            optimizer state from ``a.weight``. A name may be an entry, or a parameter or layer of any module, and
+            includes all names below it; ``{"model.a": "model.inp"}`` applies to one module only. A checkpoint that
+            already has the new name is not affected, so the option may remain in the command.
+        allow_missing: names of entries, parameters and layers that keep their current values if the checkpoint does not
+            contain them, for example ``["scheduler", "c.*"]``. ``*`` matches any string. These parameters start without
+            optimizer state. Missing names that are not listed raise an error, and so does the state of another type of
             optimizer.
 
     Raises:
@@ -91,7 +91,7 @@ class Restore:
 
 
 def _renames(given: Any, before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the old and new names of a mapping; dotted names from a command line may be nested mappings."""
+    """Yield the pairs of old and new names. A dotted name from a command line may arrive as a nested mapping."""
     if not isinstance(given, Mapping):
         name = option("checkpoint.restore.rename")
         raise ConfigError(f"{name} must be a mapping from saved names to new names, not {given!r}.")
@@ -110,13 +110,13 @@ class Failure:
     """Timeouts, and the reaction to failed saves.
 
     Args:
-        on_error: the effect of a failed save: ``"raise"`` an error at the next call, or ``"warn"`` in the log and
-            continue training. With ``"warn"`` the process exits with code 1 if its last save has failed.
+        on_error: the reaction to a failed save: ``"raise"`` an error in the next call, or ``"warn"`` in the log and
+            continue training. With ``"warn"`` the process exits with code 1 if the last save has failed.
         timeout: the limit for one save, from the end of the previous save to the commit. A save that takes longer has
-            failed, and no other save begins until it ends; if ``stage`` has not returned by then, the process exits. It
-            is also the limit for the start if the storage does not respond.
-        mtbf: for ``every="auto"``: the mean time between failures of the whole job, on all machines. It counts as one
-            failure in that time, in addition to the recorded failures of the run.
+            failed, and the next save does not begin before it ends. If ``stage`` has not returned within the limit, the
+            process exits. The limit also applies at the start of a run if the storage does not respond.
+        mtbf: for ``every="auto"``, the expected mean time between failures of the whole job, on all machines. It is
+            weighted like one recorded failure, in addition to the recorded failures of the run.
 
     Raises:
         ConfigError: a value is invalid.
@@ -136,7 +136,7 @@ _GROUPS: Mapping[str, Any] = {"restore": Restore, "failure": Failure}
 
 
 def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS) -> None:
-    """Check the given options of a checkpointer, by name. Options may be missing."""
+    """Check the values of options of a checkpointer; ``given`` maps names of options to values."""
     groups = {**_GROUPS, **more_groups}
     for name, value in given.items():
         of_config = isinstance(value, Mapping) and not isinstance(value, dict)
@@ -196,7 +196,7 @@ def expect_flag(name: str, given: object) -> None:
 
 
 def compared(**given: Any) -> dict[str, Any]:
-    """Return options in the form that ranks compare: each group of options is replaced by its fields."""
+    """Return options in the form that ranks compare, in which each field of a group is a separate option."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         value = value.name if isinstance(value, GuardedRule) else value
@@ -206,7 +206,7 @@ def compared(**given: Any) -> dict[str, Any]:
 
 
 def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same options; ``own`` has the options of this rank. Collective."""
+    """Check that the options ``own`` of this rank are the same on all ranks. Collective."""
     ranks = group.run_on_all("The ranks could not compare their options", lambda: own)
     for name in dict.fromkeys(name for each in ranks for name in each):  # includes options of extensions
         first, *_ = values = [each.get(name) for each in ranks]
@@ -229,7 +229,7 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
 
 
 def component(kind: str, given: Any, usual: str) -> Any:
-    """Return the given component of a kind, or build it from its name; ``usual`` is the name for ``None``."""
+    """Return a component: ``given`` itself, or a component built from a name (``usual`` if ``given`` is ``None``)."""
     if given is None or isinstance(given, str):
         return build(kind, usual if given is None else given)
     try:

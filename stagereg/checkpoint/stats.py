@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CheckpointStats:
-    """The cost of this process's checkpoints so far.
+    """The cost of the checkpoints of this process so far.
 
     Attributes:
         saves: number of committed checkpoints.
         tier_saves: number of steps that all ranks have written to the tier.
-        bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
-        stall_seconds: seconds that each call of ``save`` blocked the training loop, in order of the calls.
-        write_seconds: seconds to write and commit each checkpoint in the background, in order of the commits.
-        on_commit_calls: number of calls of all ``on_commit`` components; on rank 0.
-        on_commit_failures: number of those calls that raised an exception, timed out, were skipped, or ended after
-            their checkpoint was deleted.
+        bytes_staged: total bytes of tensor data that this rank has copied in committed saves.
+        stall_seconds: time in seconds for which each call to ``save`` blocked the training loop, in order of the calls.
+        write_seconds: time in seconds to write and commit each checkpoint in the background, in order of the commits.
+        on_commit_calls: number of calls to all ``on_commit`` components, on rank 0.
+        on_commit_failures: number of calls to ``on_commit`` components that raised an exception, timed out, were
+            skipped, or ended after their checkpoint was deleted.
     """
 
     saves: int = 0

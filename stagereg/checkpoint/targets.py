@@ -1,4 +1,4 @@
-"""The protocols of save targets, of their schedules, and of the sharding of replicated tensors."""
+"""Interfaces of save targets (destinations of checkpoints), of schedules, and of the sharding of replicated tensors."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from stagereg.checkpoint.storage.protocol import Storage
 
 
 class Schedule:
-    """A schedule that saves at the positive multiples of ``every``.
+    """Decides at which steps to save: here at the positive multiples of ``every``. Subclasses may decide differently.
 
-    Only the training thread may call the methods, except :meth:`ended`, which any thread may call.
+    Only the training thread calls the methods, except :meth:`ended`, which any thread may call.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
 
     def __str__(self) -> str:
-        """Return the option in the form that ranks compare."""
+        """Return the option ``every`` in the form in which ranks compare it."""
         return str(self._every)
 
     def start(self, process_group: dist.ProcessGroup | None) -> None:
-        """Start the schedule, before any other call. Collective."""
+        """Prepare the schedule. Called once, before any other method. Collective."""
 
     @property
     def every(self) -> int:
         return self._every
 
     def due(self, step: int) -> bool:
-        """Return whether to save after ``step``; the same on all ranks. Called once per step. Not collective."""
+        """Return whether to save after ``step``, the same on all ranks. Called once per step. Not collective."""
         return step > 0 and step % self._every == 0
 
     def held(self, step: int, seconds: float) -> None:
-        """Record how long a save has blocked the training loop. Collective, also for ranks whose save failed."""
+        """Record for how long a save has blocked the training loop. Collective, even if the save failed on a rank."""
 
     def ended(self, age: float | None) -> None:
-        """Record the age of a state, in seconds, when its checkpoint was complete; ``None`` if the save failed."""
+        """Record the time in seconds from staging to the complete checkpoint, or ``None`` if the save failed."""
 
     def restored(self, step: int) -> None:
-        """Resume from ``step``. On all ranks."""
+        """Record that the run has resumed from ``step``. Called on all ranks."""
 
 
 ReadBack: TypeAlias = Callable[[Storage, str, bytes, Mapping[str, int], Mapping[Written, int]], None]
@@ -59,20 +59,20 @@ ReadBack: TypeAlias = Callable[[Storage, str, bytes, Mapping[str, int], Mapping[
 class SaveTarget(ABC):
     """A destination of saves: the checkpoint directory or a local tier.
 
-    A save goes to one or more targets. Each target has its own thread, which calls these methods in the order of their
-    definition, on all ranks of the target. The docstring of each collective method contains "Collective".
+    A save is written to one or more targets. Each target has its own thread. On every rank, the thread calls these
+    methods in the order in which they are defined here. A collective method has the word "Collective" in its docstring.
 
     Attributes:
         where: the directory or URL, for messages.
         ranks: the ranks that save together, in a group that no other thread uses.
         storage: the storage that writes the files.
         schedule: decides at which steps a save goes to the target.
-        required: whether a failure in this target fails the save. If False, a failure after all ranks have staged is
-            only logged as a warning.
+        required: whether the save fails if this target fails. If False, a failure after all ranks have staged is only
+            logged as a warning.
         repeats: whether the storage writes the same metadata for the same plan and results, so that ranks need not send
             unchanged plans and results again.
-        read_back: reads the first save back before its commit; ``None`` for a trusted storage.
-        committed: on rank 0, the newest checkpoint that this run has committed to the target; ``None`` for a tier.
+        read_back: a function that checks the first checkpoint before the commit, or ``None`` for a trusted storage.
+        committed: on rank 0, the newest checkpoint that this run has committed to the target. ``None`` for a tier.
     """
 
     committed: Checkpoint | None = None
@@ -83,30 +83,33 @@ class SaveTarget(ABC):
         self.where, self.ranks, self.storage, self.schedule, self.repeats = where, ranks, storage, schedule, repeats
 
     def names(self, path: str) -> bool:
-        """Return whether ``path`` is the path of a checkpoint in this target. Training thread."""
+        """Return whether ``path`` is a checkpoint in this target. Called on the training thread."""
         return False
 
     @abstractmethod
     def begin(self, step: int) -> tuple[str, bool]:
-        """Begin a save; return the directory to write to, and whether all ranks skip this save. Collective."""
+        """Begin a save. Return the directory to write to, and whether all ranks skip this save. Collective."""
 
     def expect_new(self, path: str) -> None:  # noqa: B027  # a tier creates the path itself
-        """Raise ``CheckpointError`` if ``path`` already has files. On each rank, before it creates ``path``."""
+        """Raise ``CheckpointError`` if ``path`` already contains files. On each rank, before the rank creates it."""
 
     def expect_room(self, nbytes: int) -> None:  # noqa: B027  # the free space is usually unknown
-        """Raise ``OSError`` if the target is known to have no space for ``nbytes`` of each rank. On each rank."""
+        """Raise ``OSError`` if the target is known to have less space than all ranks need. Called on each rank.
+
+        ``nbytes``: the bytes that this rank will write.
+        """
 
     @abstractmethod
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
-        """Return the digests of the files that this rank has written. On each rank; rank 0 calls it in the commit."""
+        """Return the digests of the files that this rank has written. On each rank, on rank 0 as part of the commit."""
 
     @abstractmethod
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Write the last files of the storage; return the digests of files that the storage did not write. On rank 0.
+        """Let the storage write its metadata files; return the digests of all other new files. On rank 0.
 
-        ``metadata`` is ``None`` if it is the same as in the previous save.
+        ``metadata`` is ``None`` if it has not changed since the previous save.
         """
 
     @abstractmethod
@@ -114,7 +117,7 @@ class SaveTarget(ABC):
         """Commit the files that all ranks have written as a checkpoint. On rank 0."""
 
     def complete(self, step: int) -> None:  # noqa: B027  # usually there is no such work
-        """Do the remaining work after the commit. On each rank. Raises nothing."""
+        """Called on each rank after the commit, for example to send copies. Raises nothing."""
 
     @abstractmethod
     def discard(self, step: int) -> None:
@@ -125,10 +128,10 @@ class SaveTarget(ABC):
 
 
 class Part(NamedTuple):
-    """The position of a rank's shard in the whole tensor."""
+    """The position of a rank's shard in a replicated tensor."""
 
-    offset: torch.Size
-    whole: torch.Size
+    offset: torch.Size  # index of the first element of the shard
+    whole: torch.Size  # shape of the whole tensor
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,10 @@ class Shards:
     """The portion of a staged copy that one rank writes.
 
     Attributes:
-        entries: the entries of the copy; slices replace tensors that this rank writes in part.
-        parts: the positions of these slices, by the dotted name of the tensor; ``None`` if another rank writes it.
-        post: a picklable value that :meth:`ReplicaSave.check` checks on rank 0.
+        entries: the entries of the copy. If this rank writes only a slice of a tensor, the slice replaces the tensor.
+        parts: the positions of these slices, by the dotted name of the tensor; ``None`` for a tensor that another rank
+            writes.
+        post: a picklable value, which rank 0 passes to :meth:`ReplicaSave.check`.
     """
 
     entries: dict[str, Any]
@@ -148,11 +152,11 @@ class Shards:
 
 @dataclass(frozen=True)
 class Question:
-    """The message of one rank if the ranks must compare values before they can write. Both parts are picklable.
+    """A rank's message to rank 0, if the ranks must compare values before they write. Both fields are picklable.
 
     Attributes:
-        post: the part that differs in every save.
-        lasting: the part that is the same in most saves; ranks send it only when it has changed.
+        post: the data that differs in every save.
+        lasting: the data that is the same in most saves. A rank sends it only after a change.
     """
 
     post: Any
@@ -162,52 +166,52 @@ class Question:
 class ReplicaSave:
     """Decides which replicated tensors this rank writes in one save. By default this rank writes all of its tensors.
 
-    If several ranks write a tensor, the planner assigns it to the first one, as torch's planner does: by name and
-    layout, without comparing values. No method is collective: the exchange of the save sends their results.
-    :meth:`stage` is called on the training thread, the other methods on the thread of the first target, in the order of
-    their definition.
+    If several ranks write the same tensor, the planner assigns it to the first rank, as torch's planner does: by name
+    and layout, without comparing values. The methods are not collective, because the save itself exchanges their
+    results. :meth:`stage` is called on the training thread. The other methods are called on the thread of the first
+    target, in the order in which they are defined here.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, Any] = {}  # written by the thread of the first target
 
     def stage(self, state: Mapping[str, Any], captured: dict[str, Any], follows: bool) -> dict[str, Any]:
-        """Return the captured entries that this rank stages; ``follows``: the rank has left its loop, and is stale."""
+        """Return the entries that this rank stages. ``follows``: this rank has left its loop, so its values are old."""
         return captured
 
     def cut(self, copy: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of the staged copy that this rank writes, as far as known before the exchange."""
+        """Return the entries of the staged copy that this rank may write, before the ranks have exchanged messages."""
         self._entries = copy
         return copy
 
     def post(self, objects: Collection[str]) -> Shards | Question:
-        """Return the portion that this rank writes, or a question; all ranks return the same type.
+        """Return the portion that this rank writes, or a message for rank 0. All ranks return the same type.
 
-        ``objects`` are the dotted names of values that JSON cannot represent.
+        ``objects``: the dotted names of values that JSON cannot represent.
         """
         return Shards(self._entries, {})
 
     def answer(self, posts: Sequence[Any], lasting: Sequence[Any]) -> Sequence[Any]:
-        """Return the answer to the question of each rank. On rank 0."""
+        """Return the reply to the :class:`Question` of each rank, in rank order. Called on rank 0."""
         raise NotImplementedError
 
     def take(self, answer: Any) -> Shards:
-        """Return the portion that this rank writes, after the answer to its question."""
+        """Return the portion that this rank writes, according to the reply ``answer`` from rank 0."""
         raise NotImplementedError
 
     def check(self, posts: Sequence[Any], order: Sequence[int]) -> None:
-        """Raise ``RankMismatchError`` if the portions of the ranks do not fit together. On rank 0.
+        """Raise ``RankMismatchError`` if the portions of the ranks contradict each other. Called on rank 0.
 
-        ``posts`` are in rank order; ``order`` lists the ranks by descending precedence.
+        ``posts``: :attr:`Shards.post` of each rank. ``order``: the ranks by descending precedence.
         """
 
     def ended(self, error: BaseException | None) -> None:
-        """Report that all ranks know their portions or skip the save, or the ``error`` that prevented this."""
+        """Called after the exchange; ``error`` is set if the ranks could not agree on their portions."""
 
 
 class ReplicaSharding(Protocol):
     """Decides which rank writes replicated tensors, in all saves of a checkpointer."""
 
     def begin_save(self) -> ReplicaSave:
-        """Return the object for the next save. Any thread; called in the same order on all ranks."""
+        """Return a new object for one save. Called on any thread, in the same order on all ranks."""
         ...

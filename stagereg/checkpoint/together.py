@@ -1,8 +1,8 @@
 """Coordinates the operations of a checkpointer on all ranks: saves, restores, and the end of the run.
 
-Before each operation, a rank appends the operation to a common log. A rank that has left its loop repeats the
-operations. A rank that has missed an operation reports that, so that the others do not wait for it. At the end all
-ranks wait for each other.
+Before each operation, a rank appends the operation to a shared log. A rank without data, which has left its training
+loop, performs the operations in the log. A rank that has missed an operation reports this, so that the other ranks do
+not wait. At the end all ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SAVE, LEAVE, RESTORE = "save", "leave", "restore"
 class RankCoordinator:
     """Coordinates this rank with the other ranks.
 
-    ``follow(what, step, targets, follows)`` is a bound method that saves; ``follows`` is True if this rank has left its
-    loop, and repeats the save of other ranks. The other arguments are parts of the checkpointer.
+    ``follow(what, step, targets, follows)`` is the bound method that saves. ``follows`` is True if this rank has left
+    its training loop and takes part in a save of the other ranks. The other arguments are objects of the checkpointer.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class RankCoordinator:
         self._follow, self._left = weakref.WeakMethod(follow), False
 
     def post(self, what: str) -> None:
-        """Append the operation ``what``, which this rank begins and all ranks must perform. On the training thread."""
+        """Append the operation ``what``, which this rank begins now, to the log. Called on the training thread."""
         self._requests.post(what)
 
     def save(self, step: int, everywhere: bool) -> None:
-        """Log and start a save of ``step``: to the due targets, or ``everywhere``; or the last save before the exit."""
+        """Append a save to the log and start it: to all targets if ``everywhere``, otherwise to those that are due."""
         what, targets, request = SAVE, None, ""
         if not self._saver.leaving:
             if self._extensions.leaves_after(step):
@@ -66,7 +66,7 @@ class RankCoordinator:
             save(what, step, targets, False)
 
     def follow(self) -> None:
-        """Repeat the operations of ranks in a loop that this rank has left. A join calls this between two steps."""
+        """Take part in operations of ranks that are still in a loop that this rank has left. Called between steps."""
         self._extensions.notify(CheckpointExtension.follow, False)
         while not self._left and (entry := self._requests.take_next()) is not None:
             what, step, targets = _read(entry)
@@ -76,11 +76,11 @@ class RankCoordinator:
                 follow(what, step, targets, True)
 
     def loop_ended(self) -> None:
-        """Report to the extensions that all ranks have left the loop of a join. The join calls this on all ranks."""
+        """Notify the extensions that all ranks have left the loop of a join. The join calls this on all ranks."""
         self._extensions.notify(CheckpointExtension.follow, True)
 
     def answer(self, entry: str | None) -> None:
-        """Report to other ranks that this rank does not take part in their operation."""
+        """Notify the other ranks that this rank does not take part in the operation of a log entry."""
         what, step, targets = _read(entry or "")
         if what == RESTORE:
             with contextlib.suppress(CheckpointError):
@@ -89,19 +89,19 @@ class RankCoordinator:
             self._saver.miss_save(step, targets)
 
     def reject_pending(self) -> None:
-        """Reject the pending operations of other ranks, because this rank has reached its end."""
+        """Reject all operations that other ranks have begun, because this rank has reached the end of the run."""
         while (entry := self._requests.take_next()) is not None:
             self.answer(entry)
 
     def look_for_missed(self) -> None:
-        """Reject operations of other ranks that this rank has missed. On the background thread."""
+        """Reject an operation that this rank has missed, so that other ranks do not wait. On the background thread."""
         self._saver.look_for_hang()
         self._extensions.notify(CheckpointExtension.idle)
         self.answer(self._requests.take_missed())
         self._ending.look()
 
     def end(self, seen: int | None) -> None:
-        """Wait until all ranks have reached the end. Raises: ``CheckpointError`` if a rank cannot reach it."""
+        """Wait until all ranks have reached the end of the run. Raises: ``CheckpointError`` if a rank cannot do so."""
         try:
             self._ending.wait(seen, self.reject_pending, self._ranks.limit.total_seconds())
         except CheckpointError:
@@ -112,7 +112,7 @@ class RankCoordinator:
         """Stop all coordination with other ranks."""
         self._left = True
         self._ending.leave()
-        with contextlib.suppress(RuntimeError):  # if the rendezvous store is gone
+        with contextlib.suppress(RuntimeError):  # the rendezvous store may be gone
             self.reject_pending()
 
     def _refuse_restore(self) -> None:
@@ -120,7 +120,7 @@ class RankCoordinator:
 
 
 def _read(entry: str) -> tuple[str, int, Sequence[int] | None]:
-    """Return the operation of a log entry, the step, and the target numbers, or ``None`` for all targets."""
+    """Parse a log entry: return the operation, the step, and the numbers of the targets (``None`` for all targets)."""
     what, *numbers = entry.split(" ")
     step, *targets = [*map(int, numbers)] or [-1]
     return what, step, targets or None
