@@ -49,7 +49,7 @@ class Saves(Protocol):
         """The step of the newest valid checkpoint in the directory, as far as this run has recorded it. Any thread."""
 
     def note_newest(self, step: int | None) -> None:
-        """Record the step of the newest valid checkpoint in the directory, or ``None`` if there is none. Any thread."""
+        """Record the step of the newest valid checkpoint in the directory, or ``None`` without one. Any thread."""
 
     @property
     def targets(self) -> Sequence[SaveTarget]:

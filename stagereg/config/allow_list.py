@@ -1,10 +1,10 @@
 """The allow-list of ``stagereg.instantiate``: the targets that a config may name, checked before any import.
 
-A config may name the components of the registry and, for one call, targets that the program allows in code. A name is
-compared as a whole string, without attribute access. An object that the program passes (``torch.optim.AdamW``) may also
-be named through another imported module that contains it. Only the registry's path is imported, not the config's text.
-Hydra's block-list is not used, so bypasses of it (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) have
-no effect.
+A config may name the components of the registry. In a call to ``instantiate``, the program can allow further targets. A
+name is compared as a whole string, without attribute access. If the program allows an object, such as
+``torch.optim.AdamW``, the config may use any imported module that contains the object. The path to import comes from
+the registry or the program, not from the config. Hydra's block-list is not used, so the known ways to bypass the
+block-list (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) have no effect.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SHOWN = 200  # characters of a rejected name in a message
 
 @dataclass(frozen=True)
 class AllowedTarget:
-    """An unregistered class or function that the config of one call may name by its path."""
+    """An unregistered class or function that the program has allowed for the config of one call."""
 
     path: str
     component: Callable[..., Any] | None = None
 
     def load(self) -> Callable[..., Any]:
-        """Return the component; import it unless the program passed it."""
+        """Return the class or function, and import it if the program passed only the path."""
         try:
             found = self.component or pkgutil.resolve_name(self.path)
             if not callable(found):
@@ -49,12 +49,12 @@ class AllowedTarget:
 
 
 class TargetAllowList:
-    """The targets that the config of one call of ``stagereg.instantiate`` may name.
+    """The targets that the config of one call to ``stagereg.instantiate`` may name.
 
     Args:
-        allow: targets in addition to the registry's components: full dotted paths (``"package.module.Name"``); classes
-            and functions, by the path of their definition or their names in imported modules; and ``"kind/name"`` of
-            components in :data:`RESTRICTED`.
+        allow: targets in addition to the components of the registry: full dotted paths (``"package.module.Name"``);
+            classes and functions, which the config names by any import path in an imported module; and
+            ``"kind/name"`` of components in :data:`RESTRICTED`.
 
     Raises:
         UnknownNameError: No component has that name.
@@ -70,7 +70,7 @@ class TargetAllowList:
         self._allowed = {target.path: target for target in map(_allowed, allow)}
 
     def find(self, target: Any, where: str) -> Entry | AllowedTarget:
-        """Return the entry of a ``_target_``, a path or an object; ``where`` is its key. Imports nothing."""
+        """Return the entry for the value of a ``_target_`` key. ``where``: this key, for messages. Imports nothing."""
         path = _text(target)
         found = registry.find_target(path) or self._allowed.get(path) or self._given_as(path)
         if found is None:
@@ -90,7 +90,7 @@ class TargetAllowList:
         return found
 
     def _given_as(self, path: str) -> Entry | AllowedTarget | None:
-        """Return the class or function that the program passed and that ``path`` names in an imported module."""
+        """Return the allowed class or function that ``path`` names in an imported module, or ``None``."""
         module, _, name = path.rpartition(".")
         imported = sys.modules.get(module)
         # Attribute access could make the module import something.
@@ -115,7 +115,7 @@ def _allowed(item: Any) -> AllowedTarget:
 
 
 def _text(target: Any) -> str:
-    """Return the path of a target for comparison: an exact ``str``, so that the target's methods cannot change it."""
+    """Return the path of a target as an exact ``str``, because a subclass of ``str`` could override the comparison."""
     if isinstance(target, str):
         return str.__str__(target)
     if hasattr(target, "__qualname__"):

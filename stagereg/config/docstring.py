@@ -1,8 +1,8 @@
-"""Parse the help text of each option from docstrings.
+"""Reads the help text of each option from docstrings.
 
 Supports Google style (a section ``Args:``), NumPy style (``Parameters`` underlined) and reST fields (``:param x:``).
-For a class, the docstrings of ``__init__``, of the class, and of its bases are parsed in this order, so an undocumented
-parameter keeps the help of a base class. A dataclass may have ``Attributes:`` instead.
+For a class, the docstrings of ``__init__``, the class and the base classes are read in this order. So a parameter
+without documentation has the help text from a base class. A dataclass may use ``Attributes:`` instead of ``Args:``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STYLES = (
 
 
 def parameters(component: Any) -> dict[str, str]:
-    """Return the help text of each parameter of a class or function, as one line."""
+    """Return the help text of each documented parameter of a class or function, as one line per parameter."""
     texts = [inspect.getdoc(component)]
     if isinstance(component, type):  # the class and its bases, without object
         own = [vars(owner) for owner in component.__mro__[:-1]]

@@ -1,10 +1,9 @@
-"""``stagereg.instantiate``: build the components of a config if all of them are registered or allowed.
+"""``stagereg.instantiate`` builds the components of a config if all of them are registered or allowed.
 
-Every ``_target_`` must be the component of a registry entry, or allowed by the program's code (``allow_list``), also if
-it is nested, in a list, in ``_args_``, or in a run-time argument. Nothing is imported before this check. Each argument
-is checked against the component's signature (``schema``). Interpolations are resolved once, before the check, so the
-checked plan is the plan that runs. This is not a sandbox: a registered component is trusted with its arguments
-(SECURITY.md).
+Every ``_target_`` must be registered, or allowed by the program (``allow_list``), even if it is nested, in a list, in
+``_args_``, or in a runtime argument. Nothing is imported before this check. Each argument is checked against the
+component's signature (``schema``). Interpolations are resolved once, before the check, so a value cannot change between
+check and use. This is not a sandbox: a registered component may do anything with its arguments (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from stagereg.registry import Entry
 
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
-    """Build the component that ``config`` describes, and the components nested in it.
+    """Build the component that ``config`` describes, and all nested components.
 
     Args:
         config: a config node with a ``_target_``, or a mapping or list of such nodes; ``None`` returns ``None``.
-        args: positional arguments for the component, which replace the config's.
+        args: positional arguments for the component, which replace positional arguments in the config.
         allow: targets that the config may name in addition to the registry's components: full dotted paths, classes,
             functions, and ``"on_commit/command"``, which is registered but must be allowed.
-            Unknown keys of such a target are rejected, but the values of its known keys are not checked, since an
-            allowed target has no schema. Pass a component's own argument ``allow`` in its config.
-        kwargs: keyword arguments, which replace the config's. Configs among them are checked and built. Values for
-            options of the component are checked like the config's; all other objects are passed unchanged.
+            Unknown argument names of an allowed target are rejected. The types of the values are not checked, because
+            an allowed target has no schema. If a component has a parameter ``allow``, pass it in the config.
+        kwargs: keyword arguments, which replace values in the config. A config among them is checked and built. Values
+            for options are checked like values in the config. All other objects are passed unchanged.
 
     Returns:
-        The built component; with ``_partial_: true``, a callable that builds the component.
+        The component. With ``_partial_: true``, a callable that builds the component.
 
     Raises:
-        TargetNotAllowedError: A ``_target_`` is neither registered nor allowed; nothing was imported or called.
-        ConfigError: A key, type or choice is invalid, or a value is missing; the message has the key and a valid value.
-        RegistryError: A component cannot be loaded, raised an exception that is not stagereg's (the cause), or built an
-            object that does not implement its kind.
+        TargetNotAllowedError: A ``_target_`` is neither registered nor allowed. Nothing was imported or called.
+        ConfigError: A key, type or choice is invalid, or a value is missing. The message has the key and a valid value.
+        RegistryError: A component cannot be loaded, raised an exception (see ``__cause__``), or returned an object that
+            does not implement the protocol of its kind.
     """
     allow_list = TargetAllowList(allow)
     if config is None:
@@ -69,11 +68,10 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
 
 
 def check_values(config: DictConfig) -> None:
-    """Check the values of the top-level components of a composed config, before any component is built.
+    """Check option values of the top-level components in a composed config, before any component is built.
 
-    If a component has a function ``check_options``, it is called with a mapping of the known values.
-    :func:`instantiate`
-    checks the other values: missing and ``null`` values, interpolations and nested components.
+    If a component has a function ``check_options``, the function is called with these values. Only :func:`instantiate`
+    checks missing values, ``null``, interpolations and nested components.
     """
     for key, node in cast("dict[Any, Any]", OmegaConf.to_container(config)).items():
         target = node.get("_target_") if isinstance(node, dict) else None
@@ -92,11 +90,11 @@ def check_values(config: DictConfig) -> None:
 
 
 def targets(kind: str | None = None) -> list[str]:
-    """Return the paths of all registered components, or of one kind, in the form of ``_target_``. Imports nothing.
+    """Return the ``_target_`` values of all registered components, or of the components of one kind. Imports nothing.
 
-    Excludes components that the program must allow, such as ``on_commit/command``.
+    Components that the program must allow explicitly, such as ``on_commit/command``, are not included.
 
-    A program passes the paths to Hydra 1.4 as its allow-list: ``hydra.utils.instantiate(cfg.stager,
+    The result can be the allow-list of Hydra 1.4: ``hydra.utils.instantiate(cfg.stager,
     _execution_whitelist_=targets())``, or ``with hydra.utils.execution_whitelist(targets()):``.
 
     Raises:
@@ -109,7 +107,7 @@ def targets(kind: str | None = None) -> list[str]:
 
 
 def _registered(node: Any, path: NodePath, allow_list: TargetAllowList) -> dict[str, str]:
-    """Check the targets in ``node``; return a component's key for each kind. Raises ``TargetNotAllowedError``."""
+    """Check all targets in ``node``, and map each kind to the key of a component. Raises ``TargetNotAllowedError``."""
     keys: dict[str, str] = {}
     if isinstance(node, dict) and "_target_" in node:
         found = allow_list.find(node["_target_"], str(path))
@@ -121,7 +119,7 @@ def _registered(node: Any, path: NodePath, allow_list: TargetAllowList) -> dict[
 
 
 def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a node with the program's arguments. Configs among the arguments are merged, and resolved only once."""
+    """Return the node ``tree`` with the arguments of the program added. Configs among the arguments are merged."""
     configs: dict[str, Any] = {}
     for name, value in kwargs.items():
         joins = isinstance(tree.get(name), dict) and isinstance(value, (dict, DictConfig))
@@ -146,7 +144,7 @@ class _Component:
         self.options = schema.options(self.function) if isinstance(target, Entry) else {}
 
     def refuse_misfit(self, args: Sequence[Any], kwargs: Mapping[str, Any], path: NodePath) -> None:
-        """Raise ``ConfigError`` for arguments that the component does not take, or that are given twice."""
+        """Raise ``ConfigError`` if an argument is given twice, or the component does not have the parameter."""
         refuse_unknown(self.label, kwargs, self.signed)
         try:
             inspect.signature(self.signed).bind_partial(*args, **kwargs)
@@ -166,7 +164,7 @@ class _Component:
 
 @dataclass(frozen=True)
 class _Constructor:
-    """Calls a component, and checks the object that a factory function returns against the protocol of its kind."""
+    """Calls a class or factory function, and checks that the result implements the protocol of its kind."""
 
     what: str
     entry: Entry | None
@@ -188,10 +186,10 @@ class _Constructor:
 def _plan(
     path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str = "", below: Any = None
 ) -> Call:
-    """Check the node of a component and its nested nodes; return the call that the node describes.
+    """Check a component's config ``node``, including nested components; return the call that builds the component.
 
-    ``hint`` is the annotation of the parameter; ``kind`` is the parameter's name if it is also a kind. Hydra merges a
-    selected component into ``below``, the default of the parameter; unused keys of the default are dropped.
+    ``hint``: the annotation of the parameter. ``kind``: its name, if a kind has that name. ``below``: its default.
+    Hydra merges a selected component into the default, so keys that the new component does not take are dropped.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product
@@ -206,7 +204,7 @@ def _plan(
             "Annotate the parameter as Callable[..., X]: then the component receives a callable that builds an X."
         )
     partial, args = node.get("_partial_", False), node.get("_args_", [])
-    # The component calls a factory later, with runtime values and other components.
+    # If the parameter is a factory, the component calls it later, with runtime values and other components.
     later = {*registry.kinds(), *schema.runtime(component.function)} if component.entry and product is not None else ()
     named = dict(zip(component.positional, args, strict=False))
     takes, below = [p.name for p in component.parameters], below if isinstance(below, dict) else {}

@@ -1,4 +1,4 @@
-"""``tier=none``: no local tier. Part of the core, so that configs can select it without the extension for tiers."""
+"""The option ``tier=none``, in the core so that a config can select it if the tiers extension is not installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NoTier:
     durable = False
 
     def __str__(self) -> str:
-        """Return the text that must be identical on all ranks."""
+        """Return the name of the option, which the ranks compare."""
         return "none"
 
     def prepare(self) -> str:

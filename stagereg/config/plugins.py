@@ -1,10 +1,10 @@
-"""``plugins: [my_module]``: modules that a config names, imported before its options are composed.
+"""Imports the modules that a config lists in ``plugins: [my_module]``, before Hydra composes options from them.
 
-Hydra queries every source on the search path for each config that it reads. The first source calls :func:`note`, which
-reads the ``plugins`` of the configs that become part of the root: the primary config, its defaults, and configs with
-``# @package _global_``. The modules are imported when Hydra looks up an option of a kind of the registry. Hydra reads
+For each config that Hydra reads, it queries all sources on the search path. The first source calls :func:`note`, which
+reads ``plugins`` from the configs that become part of the root: the primary config, its defaults, and configs with
+``# @package _global_``. The modules are imported when Hydra looks up the first option of a registered kind. Hydra reads
 a defaults list from its end, so a config with ``plugins`` may come after the option that needs its modules.
-:func:`from_overrides` reads the command line. Configs in directories of ``hydra.searchpath`` are not read.
+:func:`from_overrides` reads ``plugins`` on the command line. Configs in ``hydra.searchpath`` are not read.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ noted: dict[str, Any] = {}
 
 
 class PluginError(ConfigError, ConfigCompositionException):
-    """A plugin that a config names cannot be imported, or is not a module name."""
+    """An item of ``plugins`` cannot be imported, or is not the name of a module."""
 
 
 def note(config_path: str) -> None:
-    """Read the plugins of the config at ``config_path``, if it exists. Hydra reports errors in the config."""
+    """Read ``plugins`` from the config at ``config_path``, if the config exists. Hydra reports errors in the config."""
     with contextlib.suppress(Exception):
         _note(config_path)
 
 
 def import_noted() -> None:
-    """Import the plugins that :func:`note` has read. Raises ``PluginError`` if a plugin cannot be imported."""
+    """Import the modules that :func:`note` has found. Raises ``PluginError`` if a module cannot be imported."""
     for config_path in list(noted):
         _import_all(noted.pop(config_path), f"The config {config_path.removesuffix('.yaml')!r}")
 
@@ -68,7 +68,7 @@ def _note(config_path: str) -> None:
 
 
 def from_overrides(overrides: Iterable[str]) -> None:
-    """Import the modules that ``plugins=[...]`` on a command line names, in a sweep the modules of all jobs."""
+    """Import the modules in ``plugins=[...]`` on a command line. In a sweep, import the modules of all jobs."""
     for given in overrides:
         if given.lstrip("+").partition("=")[0] != _KEY:
             continue
@@ -82,12 +82,12 @@ def from_overrides(overrides: Iterable[str]) -> None:
 
 
 def from_config(config: Any, where: str = "The config") -> None:
-    """Import the modules that ``plugins`` in a composed config names; ``where`` names the config in messages."""
+    """Import the modules in ``plugins`` of a composed config. ``where``: the name of the config, for messages."""
     _import_all(_named(config), where)
 
 
 def _named(config: Any) -> Any:
-    """Return ``plugins`` as plain lists and strings, or the error if it cannot be resolved; ``None`` without it."""
+    """Return the value of ``plugins``, ``None`` if it is missing, or an error message if it cannot be resolved."""
     try:
         value = OmegaConf.select(config, _KEY)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,8 +1,8 @@
-"""The config of ``stagereg.instantiate`` as plain Python values, which are resolved once, checked, and then built.
+"""Resolves the config of ``stagereg.instantiate`` once into plain Python values, which are then checked and built.
 
-OmegaConf's containers resolve an interpolation at each access, so a checked value could differ at the next access. Here
-a config is resolved once into dicts and lists. :class:`NodePath` holds the place of each node in the original for
-messages, and a checked node becomes a :class:`Call`.
+OmegaConf containers resolve an interpolation at each access, so a value could change after it was checked. Therefore
+this module converts a config to dicts and lists. :class:`NodePath` is the place of a node in the original config, for
+messages. After the check, each node becomes a :class:`Call`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 @dataclass(frozen=True)
 class NodePath:
-    """The place of a node in the config, so that an error can name the override that corrects the node."""
+    """The place of a node in the config, so that an error message can show an override that sets the node."""
 
-    key: str  # the full key; for a reference such as `${stager}`, the key that it refers to
+    key: str  # the full key; for a reference such as `${stager}`, the key of the target
     raw: Any = None  # the node before interpolations were resolved
 
     @classmethod
@@ -63,7 +63,7 @@ class NodePath:
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call to make later; ``partial`` builds a callable that makes the call. Arguments may be calls too."""
+    """A checked call, made by :func:`built`; arguments may be calls too. ``partial``: build a callable instead."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -79,7 +79,7 @@ class Given:
 
 
 def built(plan: Any) -> Any:
-    """Return ``plan`` with each call replaced by its result."""
+    """Make all calls in ``plan``, and return ``plan`` with each call replaced by its result."""
     if isinstance(plan, Given):
         return plan.value
     if isinstance(plan, Call):
@@ -91,7 +91,7 @@ def built(plan: Any) -> Any:
 
 
 def plain(config: Any, where: str = "") -> Any:
-    """Return a copy of a config as dicts and lists, with interpolations resolved; objects are not copied."""
+    """Convert a config to dicts and lists with all interpolations resolved. Other objects are not copied."""
     try:
         if isinstance(config, (dict, list, tuple)):
             config = OmegaConf.create(config, flags={"allow_objects": True})
@@ -111,7 +111,7 @@ def plain(config: Any, where: str = "") -> Any:
 
 
 def merged(tree: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tree`` with ``more`` merged into it recursively; values that are not mappings are replaced."""
+    """Return ``tree`` after merging ``more`` recursively. Values that are not mappings are replaced."""
     deeper = {k: merged(tree[k], v) for k, v in more.items() if isinstance(v, dict) and isinstance(tree.get(k), dict)}
     return {**tree, **more, **deeper}
 
@@ -126,5 +126,5 @@ def describes(value: Any) -> bool:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value is OmegaConf's ``???``, a missing value."""
+    """Return whether a value is ``???``, which means in OmegaConf that the value is missing."""
     return isinstance(value, str) and value == MISSING

@@ -1,14 +1,14 @@
 """The typed config of a component, generated from its signature, and the conversion of config values to arguments.
 
-Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default. Process
-groups, modules, tensors and the like are *runtime only*: the program passes them to ``stagereg.instantiate``. A
-parameter with the name of a kind of the registry takes a component of that kind, so its field holds any config. If it
-has a default, the field also holds values of its annotation. A parameter annotated ``Callable[..., X]``, or a mapping
-or list of these, receives callables that build the described objects.
+Each parameter that a config can hold becomes a field of a generated dataclass, with the same default. Process groups,
+modules, tensors and similar objects are *runtime only*: the program passes them to ``stagereg.instantiate``. If a
+parameter has the name of a registered kind, its field holds the config of a component of that kind. If this parameter
+has a default, the field may also hold other values of the annotated type. A parameter annotated ``Callable[..., X]``,
+or a mapping or list of these, receives callables that build the described objects.
 
-OmegaConf checks ``int``, ``float``, ``bool``, ``str``, paths and enums while a config is composed, and ``X | None`` and
-``list[X]`` of these types; every other field is untyped. :func:`from_config` converts the result of :func:`to_config`
-back to an equal value, also after a YAML round trip.
+While a config is composed, OmegaConf checks fields of type ``int``, ``float``, ``bool``, ``str``, path or enum, and
+``X | None`` and ``list[X]`` of these. Other fields are untyped. :func:`from_config` converts the result of
+:func:`to_config` back to an equal value, even after the config was written to YAML and read again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SEQUENCES = (list, tuple, Sequence)
 _MAPPINGS = (dict, Mapping)
 
 _PRODUCTS = {"AsyncStager": "stager", "JoinHook": "join_hook", "Joinable": "joinable"}
-"""Kinds by the class name in ``Callable[..., JoinHook]``; torch's class and the project's class share the name."""
+"""Kinds by the class name X in ``Callable[..., X]``. The classes of torch and stagereg have the same names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Option:
 
 @functools.cache
 def options(component: Callable[..., Any]) -> dict[str, Option]:
-    """Return the parameters of a component, or of a dataclass in an option, that a config can hold, by name."""
+    """Return, by name, the parameters that a config can hold, of a component or of a dataclass-typed parameter."""
     help_ = docstring.parameters(component)
     found = {}
     for name, (hint, default) in parameters(component).items():
         nested = name in registry.kinds() and default in (MISSING, None)
         hint = Any if nested else hint
         if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
-            continue  # neither annotation nor default defines a config value, so the program passes it
+            continue  # a config cannot hold values of this type, so the program passes the argument
         shown = _own_hook(component) if default is None and factory_of(hint) == "join_hook" else None
         option = Option(name, hint, _config_type(hint), shown or to_config(default), help_.get(name, ""))
         try:
@@ -76,24 +76,24 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
 
 
 def _own_hook(component: Callable[..., Any]) -> dict[str, Any] | None:
-    """Return the config of a joinable's default hook if it is registered and has options, all with defaults."""
+    """Return the config of a joinable's default hook, or ``None`` if the hook cannot be configured by options."""
     own: Any = getattr(component, "own_hook", None)
     entry = registry.find_target(f"{own.__module__}.{own.__qualname__}") if isinstance(own, type) else None
     defaults = {} if entry is None else {name: option.default for name, option in options(own).items()}
     if entry is None or not defaults or MISSING in defaults.values():
         return None
-    # ``_partial_``, because the joinable constructs the hook.
+    # The config describes a factory (``_partial_``), because the joinable constructs the hook.
     return {"_target_": entry.path, "_partial_": True, **defaults}
 
 
 def runtime(component: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters that only the program can pass, in order."""
+    """Return the names of the runtime-only parameters, which a config cannot hold, in order."""
     others = [p for p in inspect.signature(component).parameters.values() if p.name not in options(component)]
     return [p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def schema(entry: Entry) -> type:
-    """Return the dataclass of a component's config, the same object for each call. Imports the component."""
+    """Return the generated config dataclass of a component, always the same class. Imports the component."""
     if "<locals>" in entry.path:
         raise ConfigError(
             f"{entry.kind}/{entry.name} is defined inside a function ({entry.target}), so a config cannot name it.\n"
@@ -103,7 +103,7 @@ def schema(entry: Entry) -> type:
 
 
 def __getattr__(name: str) -> type:
-    """Return a generated class by its name ``"kind/name"``. Pickle calls this function."""
+    """Return a generated dataclass by its name ``"kind/name"``. Pickle calls this function to load a config."""
     kind, _, component = name.partition("/")
     try:
         return schema(registry.find(kind, component))
@@ -129,7 +129,7 @@ def _field(option: Option) -> tuple[str, Any, Any]:
 
 
 def to_config(value: Any) -> Any:
-    """Return a value in the form of a config: texts for objects, lists for tuples, mappings for dataclasses."""
+    """Convert a value to config form: objects become strings, tuples lists, and dataclasses mappings."""
     if isinstance(value, (list, tuple)):
         return [to_config(item) for item in value]
     if isinstance(value, dict):
@@ -142,12 +142,12 @@ def to_config(value: Any) -> Any:
     held = options(class_)
     others = {name: default for name, (_, default) in parameters(class_).items() if name not in held}
     if any(getattr(value, name) is not default for name, default in others.items()):
-        return value  # a mapping would lose a field
+        return value  # a mapping could not hold all fields
     return {name: to_config(getattr(value, name)) for name in held}
 
 
 def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each named parameter's annotation (``None`` if it cannot be resolved) and default (or ``MISSING``)."""
+    """Map each parameter name to the annotation (``None`` if unresolvable) and the default (or ``MISSING``)."""
     found = {}
     own: dict[str, Any] = getattr(component, "__dataclass_fields__", {})
     for name, parameter in inspect.signature(component).parameters.items():
@@ -157,13 +157,13 @@ def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
         if name in own and own[name].default_factory is not dataclasses.MISSING:
             default = own[name].default_factory()
         holder = types.SimpleNamespace(__annotations__={name: parameter.annotation})
-        try:  # resolved one at a time, since one failure must not affect the others
+        try:  # one annotation at a time, because others may be unresolvable
             hint = typing.get_type_hints(holder, globalns=_scope(component, name))[name]
         except Exception:
             hint = None
         hint = Any if parameter.annotation is parameter.empty else hint
         if default is None and hint not in (None, Any):
-            hint = typing.Optional[hint]  # noqa: UP045  # for the common `x: int = None`
+            hint = typing.Optional[hint]  # noqa: UP045  # allows `x: int = None`
         found[name] = (hint, default)
     return found
 
@@ -177,7 +177,7 @@ def _scope(component: Any, name: str) -> dict[str, Any]:
 
 
 def _config_type(hint: Any) -> Any:
-    """Return the type that OmegaConf checks while a config is composed; ``Any`` for no check."""
+    """Return the type that OmegaConf checks while a config is composed, or ``Any`` if OmegaConf cannot check it."""
     inner = [a for a in typing.get_args(hint) if a is not type(None)]
     is_outer = _is_union(hint) or typing.get_origin(hint) is list
     known = value_type(inner[0] if is_outer and len(inner) == 1 else hint)
@@ -185,7 +185,7 @@ def _config_type(hint: Any) -> Any:
 
 
 def _can_hold(hint: Any, anything: bool) -> bool:
-    """Return whether a config can hold a value of type ``hint``; ``anything`` is the result for ``Any``."""
+    """Return whether a config can hold a value of type ``hint``. ``anything``: the result for the type ``Any``."""
     plain, arguments = _parts(hint)
     inner = [a for a in arguments if a not in (Ellipsis, type(None))]
     if _is_union(hint):
@@ -197,13 +197,13 @@ def _can_hold(hint: Any, anything: bool) -> bool:
 
 
 def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]) -> Any:
-    """Return the argument of a component for ``value``; a dataclass becomes a :class:`Call`.
+    """Convert a config value to the argument that a component receives. A dataclass becomes a :class:`Call`.
 
     Args:
         path: the place of the value in the config, for messages.
-        value: the value in the config, or an object of the program.
+        value: the value in the config, or an object that the program passed.
         hint: the annotation of the parameter.
-        build: called with the path, a node with a ``_target_``, and the annotation; returns the argument.
+        build: converts a nested component; called with its path, its node, and the annotation.
     """
     inner = functools.partial(from_config, build=build)
     plain, arguments = _parts(hint)
@@ -231,17 +231,17 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
 
 
 def factory_of(hint: Any) -> str | None:
-    """Return the kind that a factory annotation builds, empty for any kind; ``None`` if it is not a factory."""
+    """Return the kind X for the annotation ``Callable[..., X]`` (``""`` if X is not a kind), ``None`` for others."""
     members = typing.get_args(hint) if _is_union(hint) else (hint,)
     products = [typing.get_args(member)[1] for member in members if _is_factory(member)]
     return _PRODUCTS.get(getattr(products[0], "__name__", ""), "") if products else None
 
 
 def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
-    """Convert ``value`` to the first member of a union that accepts it; ``str``, which accepts most, is the last."""
+    """Convert ``value`` to the first type of a union that accepts it; ``str`` is last, as it accepts most values."""
     refusals = []
     given = [member for member in members if member is not type(None) or value is None]
-    # A protocol describes objects of the program and cannot convert a text.
+    # A protocol type describes objects that the program passes, and cannot convert a string.
     found = [each for each in given if not getattr(each, "_is_protocol", False) or not _misfit(value, each)] or given
     for member in sorted(found, key=lambda m: (_parts(m)[0] is not Literal, bool(_misfit(value, m)), m is str)):
         try:
@@ -272,7 +272,7 @@ def _sequence(path: NodePath, value: Any, plain: Any, arguments: tuple[Any, ...]
 
 
 def _misfit(value: Any, hint: Any) -> str:
-    """Return the end of an error message if ``value`` has the wrong shape for ``hint``; otherwise empty."""
+    """Return the end of an error message if ``value`` does not fit the annotation ``hint``, and ``""`` if it fits."""
     plain, arguments = _parts(hint)
     known, classes, what = value_type(hint), plain, f"a {getattr(plain, '__name__', plain)}"
     if plain is Literal:
@@ -308,5 +308,5 @@ def _is_dataclass(hint: Any) -> bool:
 
 
 def _is_factory(hint: Any) -> bool:
-    """Return whether a type is ``Callable[..., X]``. (A ``Callable`` with listed arguments is a program's function.)"""
+    """Return whether a type is a factory, ``Callable[..., X]``, and not a ``Callable`` with listed arguments."""
     return typing.get_origin(hint) is Callable and typing.get_args(hint)[0] is Ellipsis

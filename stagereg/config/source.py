@@ -1,9 +1,9 @@
-"""Registered components as Hydra options: the config source ``stagereg://``, and its place on the search path.
+"""Provides registered components as Hydra options, through a config source with the scheme ``stagereg://``.
 
-Each kind of the registry is a config group, each name an option: ``stager=pinned_cached``. Listing and TAB completion
-only read names. Selecting an option imports its component and generates its typed config (``schema``). Presets are YAML
-files in ``pkg://stagereg.conf``. Errors of this module are also Hydra composition errors, so Hydra prints only their
-message.
+Each registered kind is a config group, and each component an option: ``stager=pinned_cached``. Listing and TAB
+completion only read names. Selecting an option imports the component and generates its typed config (``schema``).
+Presets are YAML files in ``pkg://stagereg.conf``. Errors of this module are also Hydra composition errors, so Hydra
+prints only the message, without a traceback.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from stagereg.errors import RegistryError, StageregError, UnknownNameError
 
 
 class OptionError(RegistryError, ConfigCompositionException):
-    """A selected option does not exist or cannot be loaded: the import or the generation of its config fails."""
+    """A selected option does not exist, or its component cannot be imported, or its config cannot be generated."""
 
 
 class RegistrySource(ConfigSource):
-    """Serves the components of the registry as Hydra configs, under the scheme ``stagereg://``.
+    """The Hydra config source for the components of the registry, with the scheme ``stagereg://``.
 
-    A second instance at the head of the search path, ``stagereg://plugins``, has no configs: Hydra queries it for each
-    config that it is about to read, and the instance reads the ``plugins`` of that config.
+    A second instance, ``stagereg://plugins``, is first on the search path and contains no configs. Hydra queries the
+    instance before it reads a config, so the instance can read the key ``plugins`` of each config.
     """
 
     _refusal: RegistryError | None = None
@@ -71,7 +71,7 @@ class RegistrySource(ConfigSource):
             return []
         if not kind:
             return registry.kinds()
-        with contextlib.suppress(plugins.PluginError):  # raised when an option is selected; a listing ignores it
+        with contextlib.suppress(plugins.PluginError):  # raised later, when an option is selected
             plugins.import_noted()
         # Within one composition, Hydra lists a group only to report that no source has a name in it.
         refusal, self._refusal = self._refusal, None
@@ -117,6 +117,6 @@ def _split(config_path: str) -> tuple[str, str]:
 
 
 def _kind(config_path: str) -> str:
-    """Return the kind of a group. TAB completion queries groups with a package, ``joinable@join.joinables.model``."""
+    """Return the kind of a config group, without a package such as ``@join.joinables.model`` from TAB completion."""
     group = config_path.partition("@")[0]
     return "keep" if group == "checkpoint/keep" else group  # the group also has presets, which are files

@@ -1,8 +1,8 @@
-"""Suggest valid names if a config or a command line names a key or an option that does not exist.
+"""Suggests valid names if a config or a command line names a key or an option that does not exist.
 
-Hydra and OmegaConf report such a name without similar names, and Hydra's advice to append it with ``+`` only delays the
-error. This module takes the valid names from the error itself, so it covers typed components, the keys of an app's own
-config, and its config groups. For ``GROUP=null``, the message shows how to omit a group.
+The errors of Hydra and OmegaConf do not list similar names, and Hydra's advice to append the key with ``+`` only delays
+the error. This module takes the valid names from the exception itself, so it works for typed components, for keys of an
+app's own config, and for config groups. For ``GROUP=null``, the message shows how to omit a group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHOSEN = {
 
 
 def explain(error: BaseException | None) -> str:
-    """Return a line with the nearest name and all valid names; empty if the error has another reason."""
+    """Return a line with the nearest name and all valid names, or ``""`` if the error has another cause."""
     line, composing = "", str(error).startswith("In '")
     while error is not None and not line:
         if isinstance(error, OmegaConfBaseException):
@@ -68,7 +68,7 @@ def explain(error: BaseException | None) -> str:
 
 
 def refuse_unused(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Raise ``ConfigError`` for keys without effect: ``+joinable=NAME`` at the top level, or a typo in ``defaults``."""
+    """Raise ``ConfigError`` for keys without effect: a top-level ``+joinable=NAME``, or a misspelled ``defaults``."""
     for override in overrides:
         kind, _, name = override.removeprefix("+").partition("=")
         if override.startswith("+") and kind in _CHOSEN:
@@ -107,7 +107,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 
 
 def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseException) -> str:
-    """Return a line about an unknown key of a nested component, such as a hook, or about a missing selection."""
+    """Return advice for an unknown key of a nested component, such as a hook, or for a component not yet selected."""
     where = parent._get_full_key(None)
     entry = registry.find_target(str(parent._get_node("_target_", validate_access=False)))
     if entry is None:
@@ -123,7 +123,7 @@ def _names(kind: str) -> str:
 
 
 def _missing_fields(error: OmegaConfBaseException) -> str:
-    """Return the fields of stagereg that the app's dataclass lacks, if it precedes stagereg in the defaults list."""
+    """Return advice if an app's dataclass precedes stagereg in the defaults list, but lacks the fields of stagereg."""
     root, owner = error.parent_node, getattr(error.object_type, "__name__", "")
     if root is None or error.key != error.full_key or not dataclasses.is_dataclass(error.object_type):
         return ""
@@ -135,7 +135,7 @@ def _missing_fields(error: OmegaConfBaseException) -> str:
 
 
 def _component(config_type: Any) -> Any:
-    """Return the component of a generated config class; ``None`` for any other type."""
+    """Return the component for which a config class was generated, or ``None`` for any other type."""
     kind, _, name = getattr(config_type, "__name__", "").partition("/")
     return registry.find(kind, name).load() if kind in registry.kinds() and name in registry.names(kind) else None
 
@@ -148,7 +148,7 @@ def _in_a_group(error: OmegaConfBaseException) -> str:
 
 
 def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
-    """Return a line with the least nested options of this name below ``parent``, such as ``checkpoint.resume``."""
+    """Return a line with the full keys below ``parent`` that end in the unknown name, such as ``checkpoint.resume``."""
     level: dict[str, DictConfig] = {"": parent}
     name, value = str(error.key), _given(error)
     while level:
@@ -167,13 +167,13 @@ def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
 
 
 def _given(error: OmegaConfBaseException) -> str:
-    """Return the command line's value for the key that an error names, or ``...``."""
+    """Return the value that the command line gives for the key in an error, or ``...``."""
     given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     return given[0] if given else "..."
 
 
 def _hint(node: DictConfig) -> Any:
-    """Return the annotation of the component's option whose value is ``node``; ``Any`` for any other node."""
+    """Return the annotation of the option whose value is ``node``, or ``Any`` if ``node`` is not an option's value."""
     component = _component(OmegaConf.get_type(node._get_parent()))
     option = options(component).get(node._key()) if component else None
     return option.hint if option else Any

@@ -1,9 +1,9 @@
-"""Conversion of single values between a config and a component.
+"""Converts single values between a config and a component.
 
-A config holds ``str``, ``int``, ``float``, ``bool``, paths and enums directly, converted by OmegaConf. Other types are
-*texts*: the config holds a text and the component receives an object. Parsing a written text returns an equal object.
-Types are matched by their full names, so this module does not import torch: a component with a torch type in its
-signature has imported torch.
+A config holds ``str``, ``int``, ``float``, ``bool``, paths and enums directly, converted by OmegaConf. Objects of the
+types in the table are strings in the config. Converting an object to a string and back returns an equal object. Types
+are matched by their full names, so this module does not need to import torch: a component with a torch type in its
+signature has already imported torch.
 
 ====================== =================================================================================================
 ``torch.dtype``        ``bfloat16``, ``torch.bfloat16``, and torch's aliases (``half``, ``long``)
@@ -40,7 +40,7 @@ class ValueType:
 
 
 def value_type(hint: Any) -> ValueType | None:
-    """Return the conversions of the type ``hint``, or ``None`` for an unsupported type."""
+    """Return the conversions for the annotation ``hint``, or ``None`` for an unsupported type."""
     if not isinstance(hint, type):
         return None
     if issubclass(hint, enum.Enum):
@@ -52,7 +52,7 @@ def value_type(hint: Any) -> ValueType | None:
 
 
 def written(value: Any) -> Any:
-    """Return the text of a value if its type is written as text; otherwise the value itself."""
+    """Return the string for an object of a type in the table above, and any other value unchanged."""
     known = value_type(type(value))
     return known.write(value) if known is not None and known.write is not None else value
 
