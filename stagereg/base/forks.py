@@ -87,4 +87,4 @@ def _seal(memory: PrivateMemory) -> None:
         _libc.munmap(at, len(memory))
 
 
-_memories = RenewedInChild(_seal)  # the first set: addresses must be reserved before other sets free memory
+_memories = RenewedInChild(_seal)  # created at import, to reserve its addresses before other memory is freed

@@ -115,7 +115,7 @@ if has("tiers"):
 
 def _made(kind: str, **options: Any) -> Any:
     path, module = json.loads(os.environ[_TARGET.format(kind)])
-    importlib.import_module(module)  # ranks have not imported it yet
+    importlib.import_module(module)  # registers the component: a new rank process has not imported it
     return instantiate({"_target_": path, **options})
 
 

@@ -234,7 +234,7 @@ def _argument(component: _Component, name: str, value: Any, path: NodePath, allo
             return value
         value = plain(value.value) if OmegaConf.is_config(value.value) else value.value
     if option and isinstance(value, dict) and isinstance(option.default, dict) and "_target_" not in value:
-        value = {**option.default, **value}  # a dataclass's fields; the default of a mapping is a DictConfig instead
+        value = {**option.default, **value}  # A dict is the default of a dataclass only: its fields.
     kind = name if component.entry and name in registry.kinds() else ""  # also applies to items of lists and mappings
     build = functools.partial(_plan, allow_list=allow_list, kind=kind, below=option and option.default)
     return schema.from_config(inner, value, hint, build)

@@ -261,7 +261,7 @@ class Join:
         session, world = self._session, self._group.size()
         if session is None or session.peers.responder is None:
             counted = option("join.mode", "counted")
-            raise JoinError(f"join.mean requires an entered join, with join.iterate or with {counted} or planned.")
+            raise JoinError(f"join.mean works only in `with join:`, and requires join.iterate, {counted} or planned.")
         caller = sys._getframe(1)
         call = caller.f_code, caller.f_lineno
         count = self._counter.counted(call, count, own, over, loss_sum.requires_grad)

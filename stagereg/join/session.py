@@ -74,8 +74,8 @@ class JoinSession:
         """The ranks with data in the current loop; ``None`` if the join has no loop and uses torch's protocol."""
         if self._suspended:
             raise JoinError(
-                "a joinable of an outer join was used inside an inner join, where ranks without data do not take part "
-                "in its steps. List all objects that the inner loop uses in the inner join."
+                "a joinable that only the outer join lists was used inside an inner join, where ranks without data do "
+                "not take part in its collectives. List every object that the inner loop uses in the inner join."
             )
         return None if self.loop is None else self.loop.membership
 

@@ -18,8 +18,8 @@ from stagereg.errors import LaunchError
 
 GATHER_S = 600  # maximum seconds between the starts of the first and the last rank of a run
 STEPPED = "stepped"  # key that a rank sets when it takes its first step
-NEXT_START = "next start"  # key of a sentence that rank 0 sets if the next start skips the newest checkpoint
-TIME_TO_END = "time to end"  # key of the seconds that ranks have to exit after a rank was killed
+NEXT_START = "next start"  # key of rank 0's message if the next start skips the newest checkpoint
+TIME_TO_END = "time to end"  # key of the time in seconds within which ranks exit after a kill
 
 
 class RunStore:

@@ -31,7 +31,7 @@ FORMAT = 1
 CONFIG = Path(".hydra", "config.yaml")  # file in which Hydra saves the config of a job
 OVERRIDES = Path(".hydra", "overrides.yaml")
 _SWEEP = "multirun.yaml"  # file that Hydra's sweepers write into the directory of a sweep
-_MARKS = (file_name(0), RESULT, str(OVERRIDES))  # A directory with one of these files is that of a job.
+_MARKS = (file_name(0), RESULT, str(OVERRIDES))  # A directory with one of these files is a job directory.
 _INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")  # errors caused by signals
 
 

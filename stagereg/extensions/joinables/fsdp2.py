@@ -72,7 +72,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
         """Stop watching the module, because torch's ``Join`` makes no later call. All shards are already correct."""
         was_shadowed = self.joinable.was_shadowed
         self.joinable.detach()
-        if was_shadowed:  # as the loop of other ranks did after its last step: keep, zero or drop the gradients
+        if was_shadowed:  # Keep, zero or drop the gradients, like the loop of the other ranks.
             self.joinable.forget_gradients()
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
