@@ -117,7 +117,7 @@ def test_nothing_is_committed_before_the_copy_is_confirmed(tmp_path: Path, monke
             checkpointer.maybe_save(step, run.state)
         [save] = checkpointer._background.last._under_way
         until = time.monotonic() + WAIT_S
-        while not save.at.startswith("waiting until no operation"):
+        while not save.at.startswith("waiting for the proof"):
             assert time.monotonic() < until
             save.over.wait(0.01)
         assert run.checked(tmp_path) == []
