@@ -268,9 +268,7 @@ class CheckpointStore:
             if self._lock is not None:
                 self.retention.settle(self._lock)
         except Exception as error:
-            _log.warning(
-                "stagereg: Some directories in %s keep names such as step-00000060.TOKEN: %s", self.root, error
-            )
+            _log.warning("stagereg: Some steps in %s keep names like step-00000060.TOKEN: %s", self.root, error)
 
 
 def _last_serial(found: Sequence[Checkpoint | VerificationResult]) -> int:

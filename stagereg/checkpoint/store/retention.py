@@ -83,9 +83,7 @@ class Retention:
                 path = self._backend.link(each)
             except OSError as error:
                 where = self._backend.root
-                self._warn_once(
-                    f"Steps that are saved again keep names such as step-00000060.TOKEN in {where}: {error}"
-                )
+                self._warn_once(f"Steps that are saved again keep names like step-00000060.TOKEN in {where}: {error}")
                 continue
             if path:
                 if self.pointed() == each.name:

@@ -189,7 +189,7 @@ def test_where_files_cannot_be_linked_the_name_with_a_token_stays(
     [first, suffixed] = names(root)
     assert (first, suffixed.startswith(f"{PLAIN}.")) == (BEFORE, True)
     assert os.readlink(root / "latest") == suffixed
-    assert "keep names such as step-00000060.TOKEN" in caplog.text
+    assert "keep names like step-00000060.TOKEN" in caplog.text
     assert open_store(root).leftovers() == []
 
 
