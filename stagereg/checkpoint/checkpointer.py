@@ -374,7 +374,7 @@ class Checkpointer:
             self._together.end(self._seen)
         self._extensions.notify(CheckpointExtension.ended)
         if self._save_last:
-            self._saver.save_last(self._seen)
+            self._saver.save_last(self._seen, self._resumed)
         if self._background.wait():
             self._extensions.notify(CheckpointExtension.completed)
 

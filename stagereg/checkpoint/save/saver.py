@@ -43,7 +43,7 @@ _BACKWARDS = (
 )
 _ONLY = (
     "stagereg: This run reached no multiple of every=%d, so its only checkpoint is saved at its end. A crash before "
-    "the end would have lost all steps."
+    "the end would have lost all steps since %s."
 )
 
 
@@ -197,8 +197,8 @@ class Saver:
             self.retake.pending = self.retake.failure = None
             self._threads.failures.keep_failure(discarded.step, failure)
 
-    def save_last(self, seen: int | None) -> None:
-        """Save the last step that any rank has ``seen``, unless it is saved already. Collective.
+    def save_last(self, seen: int | None, resumed: int | None = None) -> None:
+        """Save the last step that a rank has ``seen``, unless it is saved. ``resumed``: the restored step. Collective.
 
         Raises:
             CheckpointError: on all ranks, if a save has failed and some rank has not raised that failure yet.
@@ -216,7 +216,7 @@ class Saver:
             raise CheckpointError("The last step was not saved, because an earlier save failed on another rank.")
         if last > done and not unknown:
             if self.saved is None and self._ranks.rank == 0 and self._every is not None:
-                _log.info(_ONLY, self._every)
+                _log.info(_ONLY, self._every, "its start" if resumed is None else f"step {resumed}")
             self.save(int(last), follows=own[0] < last)
 
     def save_to_leave(self, step: int, follows: bool = False) -> CheckpointError | None:

@@ -423,8 +423,19 @@ def test_maybe_save_names_steps_that_are_not_saved(given: list[int], text: str, 
             program.adam.step()
             checkpointer.maybe_save(step, {"model": program.model, "optimizer": program.adam})
     assert [text in each for each in said(caplog)] == [True] * bool(text)
-    assert sum("reached no multiple of every=100" in each for each in said(caplog, logging.INFO)) == 1
+    [start] = [each for each in said(caplog, logging.INFO) if "reached no multiple of every=100" in each]
+    assert start.endswith("would have lost all steps since its start.")
     assert (tmp_path / f"step-{given[-1]:08}").is_dir()
+    caplog.clear()
+    with (
+        caplog.at_level(logging.INFO, logger="stagereg"),
+        Checkpointer(tmp_path, every=1000) as checkpointer,
+    ):
+        state = {"model": program.model, "optimizer": program.adam}
+        assert checkpointer.restore(state) == given[-1]
+        checkpointer.maybe_save(given[-1] + 1, state)
+    resumed = f"would have lost all steps since step {given[-1]}."
+    assert [each.endswith(resumed) for each in said(caplog, logging.INFO) if "no multiple of" in each] == [True]
 
 
 @pytest.mark.parametrize("where", ["state", "object", "nowhere", "unused"])
