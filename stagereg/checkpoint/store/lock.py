@@ -3,7 +3,6 @@
 The run locks the file ``.lock`` with ``fcntl.lockf``, and writes the owner of the lock into the file. The kernel
 releases such a POSIX record lock when the process ends. Forked children do not inherit the lock, and it works across
 machines, on NFS and on cluster file systems. ``flock`` works only within one machine on some of these, such as GPFS.
-
 A process loses a POSIX lock when it closes any descriptor of the file, so no other code may open ``.lock``.
 """
 
@@ -71,7 +70,8 @@ class Owner:
 
     @classmethod
     def ourselves(cls) -> Owner:
-        return cls(os.getpid(), socket.gethostname(), time.time(), " ".join(sys.argv)[:_COMMAND_LENGTH])
+        shown = (command := " ".join(sys.argv))[:_COMMAND_LENGTH] + "..." * (len(command) > _COMMAND_LENGTH)
+        return cls(os.getpid(), socket.gethostname(), time.time(), shown)
 
     @classmethod
     def parse(cls, who: Mapping[str, Any]) -> Owner:

@@ -157,6 +157,12 @@ def test_a_second_run_is_refused_and_the_first_one_named(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_shortened_command_ends_with_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command, shown in (("a" * 120, "a" * 120), ("a" * 121, "a" * 120 + "...")):
+        monkeypatch.setattr(sys, "argv", [command])
+        assert Owner.ourselves().command == shown
+
+
 def test_a_run_that_starts_while_the_owner_ends_waits(
     tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
