@@ -28,7 +28,7 @@ def signal_name(number: int) -> str:
 
 
 def summarize_exception(error: BaseException, *but: str) -> str:
-    """Return an exception's message and origin, ``"ValueError: x (mine.py:7)"``; ignore frames in the files ``but``."""
+    """Return an exception's message and origin: ``"ValueError: x (mine.py:7)"``. Skips frames in the files ``but``."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
     place = place_of(error, *but)
@@ -36,7 +36,7 @@ def summarize_exception(error: BaseException, *but: str) -> str:
 
 
 def place_of(error: BaseException, *but: str) -> str:
-    """Return the origin of an exception, ``"mine.py:7"``; empty if unknown. Ignores frames in the files ``but``."""
+    """Return the origin of an exception, ``"mine.py:7"``; empty if unknown. Skips frames in the files ``but``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
     own = [frame for frame in frames if not is_foreign(frame.filename)]
     # The text of a syntax error already names the file.
@@ -56,7 +56,7 @@ def format_error(error: BaseException) -> str:
 
 
 def describe_after(error: BaseException, known: BaseException | None) -> str:
-    """Return the message of ``error``, or a short line if ``known``, which was printed, differs only in its step."""
+    """Return the message of ``error``, or one short line if the printed error ``known`` differs only in its step."""
     text, before = str(error), "" if known is None else str(known)
     step, other = _NOT_SAVED.match(text), _NOT_SAVED.match(before)
     if step is None or other is None or _STEP.sub("", text) != _STEP.sub("", before):

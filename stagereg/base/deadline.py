@@ -13,7 +13,7 @@ _thread = threading.local()  # the deadline of each thread's current call
 
 @contextlib.contextmanager
 def within(seconds: float) -> Generator[None, None, None]:
-    """Allow retries on this thread only for ``seconds`` from now, or until an earlier outer deadline."""
+    """Limit retries on this thread to the next ``seconds`` seconds, or to the enclosing deadline if that is earlier."""
     before = until()
     _thread.until = min(before, time.monotonic() + seconds)
     try:

@@ -1,6 +1,6 @@
 """Detect the first step of this process. A process that exits before its first step loses no training.
 
-A step is a step of any torch optimizer, or a step that is passed to a checkpointer. Optimizer steps are detected with
+A step of any torch optimizer counts, as does a step that is passed to a checkpointer. Optimizer steps are detected with
 hooks, which can be added only after torch is imported. Python has no callback for the end of an import. So until torch
 is imported, an import finder, which never finds a module, checks at each import whether torch is imported.
 """

@@ -27,7 +27,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class RenewedInChild(Generic[T]):
-    """A set of objects that each forked child passes to ``renew``, because a child lacks the threads of its parent.
+    """A set of objects. Each forked child calls ``renew`` with each object, because a child has no background threads.
 
     Holds weak references. A child processes the sets in the order in which the sets were created.
     """
@@ -75,7 +75,7 @@ def private_memory(nbytes: int) -> PrivateMemory:
 
 
 def _seal(memory: PrivateMemory) -> None:
-    """Reserve the addresses of pages that this child lacks. Keep the object, as its destructor would unmap them."""
+    """Reserve the addresses of pages that this child did not inherit. Never free ``memory``: it would unmap them."""
     if memory.inherited:
         return
     memory.inherited = True  # children of this child inherit the inaccessible pages

@@ -27,7 +27,7 @@ class Hooks:
         self._lock = threading.RLock()  # a finalizer may remove a method while this thread adds one
 
     def add(self, method: Callable[[Any], object]) -> Callable[[], object]:
-        """Call ``method`` at each event until its owner is deleted or the result is called. One method per owner."""
+        """Call ``method`` at each event until its owner is deleted or the returned function called. One per owner."""
         owner: Any = method.__self__  # type: ignore[attr-defined]
         with self._lock:
             if not self._hooks:
@@ -38,7 +38,6 @@ class Hooks:
         return remove
 
     def call(self, x: Any) -> None:
-        """Call all methods with ``x``."""
         for hook in list(self._hooks.values()):
             if (method := hook()) is not None:
                 method(x)
@@ -67,7 +66,7 @@ class _StepHooks(Hooks):
 
 
 class _MethodHooks(Hooks):
-    """Hooks that are called with the object before some methods of torch. A method is a pair of a class and a name."""
+    """Hooks that run before some methods of torch, with ``self`` as argument. ``methods``: pairs (class, name)."""
 
     def __init__(self, *methods: tuple[Any, str]) -> None:
         super().__init__()

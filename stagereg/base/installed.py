@@ -1,4 +1,4 @@
-"""Read package metadata: the plugins that packages register as entry points, and which stagereg version they require.
+"""Read package metadata: plugins that packages register as entry points, and the stagereg version that each requires.
 
 Imports no plugin. Broken metadata of one distribution is reported, and other distributions are still read. If two
 distributions have the same name, the first on ``sys.path`` is used.
@@ -20,7 +20,7 @@ DISTRIBUTION = "hydra-stagereg"
 
 
 def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple[str, str]]]:
-    """Return the entry points of ``group``, each with its distribution's name and version, sorted by entry point name.
+    """Return the sorted entry points of ``group``, each with its distribution's name and version, and a second list.
 
     The second list has a pair (directory, reason) for each distribution that mentions the group but cannot be read.
     """
@@ -76,7 +76,7 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
 
 
 def expect_installed(package: str, extra: str) -> None:
-    """Raise ``InstallationError`` unless a package is installed. Ignores a directory of the same name, as of wandb."""
+    """Raise ``InstallationError`` unless a package is installed. A mere directory ``wandb`` does not count."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise InstallationError(f"{package} is missing. Next to the checkout, run: pip install './stagereg[{extra}]'")

@@ -55,10 +55,10 @@ def end_with(parent: int) -> None:
 
 
 def memory(figure: str) -> int:
-    """Return a figure of this process's memory in bytes, such as ``"VmRSS"``.
+    """Return a field of ``/proc/self/status`` in bytes, such as ``"VmRSS"``.
 
     Raises:
-        OSError, LookupError: The system does not report the figure.
+        OSError, LookupError: The system does not report the field.
     """
     status = Path("/proc/self/status").read_text(errors="replace")
     return int(re.findall(rf"^{figure}:\s+(\d+)", status, re.M)[0]) * 1024

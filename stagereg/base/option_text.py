@@ -25,7 +25,7 @@ _keys: dict[str, str] = {}
 
 @contextlib.contextmanager
 def in_config(keys: Mapping[str, str]) -> Iterator[None]:
-    """Declare that a ``with`` block builds components from a config. ``keys`` maps their kinds to their config keys."""
+    """Declare that a ``with`` block builds components from a config. ``keys`` maps kinds to config keys."""
     token = _building.set(keys)
     _keys.update(keys)
     try:

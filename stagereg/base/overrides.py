@@ -43,7 +43,7 @@ def raw(overrides: Any) -> list[str]:
 
 
 def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
-    """Return the program's overrides, the number of the repeat, and whether the job is an A/A job (a noise test)."""
+    """Return the program's overrides, the repeat number, and whether the job is an A/A job (a noise test)."""
     kept = tuple(override for override in overrides if not _MARK.fullmatch(override))
     found = {mark[1]: mark[2] for mark in map(_MARK.fullmatch, overrides) if mark is not None}
     return kept, decimal(found.get("repeat", "")) or 0, found.get("again", "").lower() == "true"

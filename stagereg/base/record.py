@@ -173,9 +173,9 @@ def now() -> float:
 def log(step: int, **values: SupportsFloat) -> None:
     """Record numbers for a training step. ``stagereg report`` shows ``loss`` and ``samples``.
 
-    Waits for a tensor on an accelerator, so log every few steps instead of at each step. A checkpoint contains the
-    values that rank 0 logs for its step before :class:`stagereg.Checkpointer` saves the step, even if the process does
-    not record. A value that is logged later is not part of the checkpoint.
+    Reading a tensor on an accelerator waits for the device, so log every few steps instead of at each step. The
+    checkpoint of a step contains the values that rank 0 has logged for that step before the save, even if the process
+    does not record. Values that are logged later are not part of the checkpoint.
 
     Args:
         step: the training step, the number that is passed to ``Checkpointer.maybe_save``.

@@ -89,7 +89,7 @@ class SeededDataset(Dataset[T]):
             _set_generators(before)
 
     def _key(self, index: Any) -> str:
-        """Return the key that determines a sample's random numbers. ``ConfigError`` if the epoch is unknown."""
+        """Return the key that determines a sample's random numbers. Raises ``ConfigError`` if the epoch is unknown."""
         try:
             number = operator.index(index)
         except TypeError:

@@ -101,7 +101,7 @@ def finish() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Pass the job's error to the methods of :func:`on_failure`, since the process may exit without :func:`finish`."""
+    """Call the methods that :func:`on_failure` registered with the job's error. The process may never call finish()."""
     for each in list(_shutdown.on_failure):
         if (note := each()) is not None:
             note(error)

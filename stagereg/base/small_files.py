@@ -112,9 +112,9 @@ def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flus
 
 
 def replace_small(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flush: bool = True) -> None:
-    """Replace ``path`` atomically with a new file; a link is replaced, not followed. Raises ``OSError``.
+    """Replace ``path`` atomically with a new file; a link is replaced, not followed.
 
-    With ``flush``, also flush the file and its directory entry to the disk.
+    With ``flush``, also flush the file and its directory entry to the disk. If a step fails, ``OSError`` is raised.
     """
     beside = temporary(path)
     write_new(beside, data, mode, flush)
@@ -140,7 +140,7 @@ def temporary_of(name: str) -> str | None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file or a directory to the disk. Raises ``OSError``."""
+    """Flush a file or a directory to the disk. Raises ``OSError`` if that fails."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -100,7 +100,7 @@ def with_article(kind: str) -> str:
 def check_component(kind: str, name: str, component: object) -> None:
     """Check a class, or the class in the return annotation of a factory function, with :func:`check`.
 
-    Raises ``RegistryError`` also for any other object, and for a parameter name that Hydra reserves in configs.
+    Also raises ``RegistryError`` for an object that is not callable, and for a parameter name that Hydra reserves.
     """
     with contextlib.suppress(TypeError, ValueError):  # a component written in C may have no signature
         names = inspect.signature(cast("Any", component)).parameters
@@ -146,7 +146,7 @@ def refuse_unknown(what: str, given: Collection[str], component: Callable[..., A
 
 
 def find_group(name: str, component: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return the parameter that is a dataclass with the field ``name``, and the dataclass's name; otherwise None."""
+    """Return the parameter whose default is a dataclass with the field ``name``, and the dataclass's name; or None."""
     for each in inspect.signature(component).parameters.values():
         if dataclasses.is_dataclass(each.default) and name in [one.name for one in dataclasses.fields(each.default)]:
             return each.name, type(each.default).__name__
@@ -160,7 +160,7 @@ def instead(name: str, component: Callable[..., Any], value: str) -> str:
 
 
 def suggests_arguments(init: _F) -> _F:
-    """Make a constructor call :func:`refuse_unknown` for its keyword arguments."""
+    """Decorate a constructor ``init``, so that it first passes its keyword arguments to :func:`refuse_unknown`."""
 
     @functools.wraps(init)
     def checked(*args: Any, **kwargs: Any) -> None:

@@ -146,7 +146,7 @@ def interleave(
 
 
 def peaks(cases: Sequence[Case]) -> dict[str, int]:
-    """Return by row the peak of host memory in bytes, in addition to the memory of the process before the case.
+    """Map each row to the peak of host memory in bytes, less the memory that the process had before the case.
 
     Call this function after all cases are closed. Each case runs twice, so that the second run uses cached memory, and
     is closed again. The peak is ``VmHWM``, the resident memory of this process, without memory that a driver allocated.

@@ -120,7 +120,7 @@ class Segment(Case):
 
 
 class TorchAsyncSave(Segment):
-    """Saves with torch's ``async_save``, by default options, or with a writer process and a stager in shared memory."""
+    """Saves with torch's ``async_save``: with default options, or with a writer process and a shared-memory stager."""
 
     _stager: DefaultStager | None = None
 

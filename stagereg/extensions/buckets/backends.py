@@ -7,5 +7,5 @@ from stagereg.extensions.buckets.bucket import Bucket
 
 
 def backend(url: str) -> Backend | None:
-    """Return the backend of a URL, without network access. Raises ``ConfigError``."""
+    """Return the backend of a URL, without network access. Raises ``ConfigError`` if fsspec does not support it."""
     return Bucket(url)

@@ -1,4 +1,4 @@
-"""A lock for object stores. It is a lease: its owner renews an object, which another run may replace after it expires.
+"""A lock for object stores: a lease, which its owner renews. After it expires, another run may take it over.
 
 Object stores have no locks that end with a process. A conditional write creates the object ``.lock``, and a thread
 renews it every 20 seconds. The lease expires after a minute without renewal, or, for an owner on this machine, when the

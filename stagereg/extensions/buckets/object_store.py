@@ -32,7 +32,7 @@ class ObjectStore:
     """The object store of a URL. Thread-safe. fsspec reads credentials and endpoints from the environment.
 
     Raises:
-        ConfigError: fsspec does not support the URL, or the URL has no bucket, a password or a wildcard character.
+        ConfigError: fsspec does not support the URL, the URL has no bucket, or it contains a password or a wildcard.
     """
 
     def __init__(self, url: str) -> None:
@@ -147,7 +147,6 @@ class ObjectStore:
         return io.BufferedReader(file, _READ_BYTES)
 
     def delete(self, url: str) -> None:
-        """Delete an object if it exists."""
 
         def act() -> None:
             with contextlib.suppress(FileNotFoundError):

@@ -35,7 +35,7 @@ _GAP_BYTES = 1 << 12  # maximum bytes between two needed ranges that are sent as
 
 
 def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
-    """Read the index on rank 0; return it on all ranks. Collective. Raises ``CheckpointError`` on all ranks."""
+    """Read the index on rank 0; return it on all ranks. If that fails, all ranks raise ``CheckpointError``."""
     data = bytearray()
 
     def read() -> int:
@@ -139,7 +139,6 @@ class SharedRead:
         return wants
 
     def _ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges of a piece that this rank needs."""
         piece, found = self._pieces[number], []
         low = high = -1
         for want in self._wants[number]:
@@ -201,7 +200,6 @@ class SharedRead:
             at += count
 
     def _finish(self) -> None:
-        """Wait until the current piece of this rank is read."""
         for name, offset, fetch in self._fetches:
             try:
                 self._parts.append(_RangeDigest(name, offset, fetch.result()))
@@ -290,7 +288,7 @@ def _broadcast(ranks: RankGroup, data: torch.Tensor, source: int) -> None:
 
 
 def _exchange(ranks: RankGroup, numbers: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """Send each rank its list of triples; return the lists that all ranks have sent to this rank. Collective."""
+    """Send one list of triples to each rank; return the lists that the ranks have sent to this rank. Collective."""
     if ranks.size == 1:
         return [[*each] for each in numbers]
     counts = torch.tensor([3 * len(each) for each in numbers], dtype=torch.int64, device="cpu")

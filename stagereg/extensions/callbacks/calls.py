@@ -51,7 +51,7 @@ class CommitCalls(CheckpointExtension):
             shutdown.wait_for(self)
 
     def committed(self, step: int, where: str, checkpoint: Checkpoint | None) -> None:
-        """Queue a call of each component for a checkpoint. Returns immediately."""
+        """Queue one call per component for a checkpoint. Returns immediately."""
         if self._leaving and self._callers:
             _log.warning("stagereg: on_commit is not called for step %d: the run is preempted.", step)
             return

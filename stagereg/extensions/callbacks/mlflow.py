@@ -29,7 +29,7 @@ class MlflowArtifact:
         self.upload = upload
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        """Log the checkpoint. ``CheckpointError`` if no run exists, or if ``upload`` is set but the path is a URL."""
+        """Log the checkpoint. Raises ``CheckpointError`` if no run exists, or with ``upload`` if the path is a URL."""
         import mlflow
 
         last = None if self.run_id is not None else mlflow.last_active_run()

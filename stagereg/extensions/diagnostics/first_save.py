@@ -50,7 +50,7 @@ def only_looks(check: Callable[P, T]) -> Callable[P, T | None]:
 
 @only_looks
 def kinds_of(state: Mapping[str, Any], captured: Mapping[str, Any], cast: bool) -> dict[str, tuple[TensorKind, bool]]:
-    """Map each tensor's dotted name to its dtype and shape, and whether the staged copy may have a different dtype.
+    """Map each tensor's dotted name to (dtype and shape, whether the staged copy may have a different dtype).
 
     Includes only tensors in state dicts of objects. ``captured`` has the entries of ``state`` that are staged.
     """

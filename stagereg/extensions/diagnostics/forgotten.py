@@ -1,4 +1,4 @@
-"""Detect an optimizer, a scheduler or a sampler that is missing in the state, and step numbers that are never saved.
+"""Detect an optimizer, a scheduler or a sampler that is missing from the state, and step numbers that are never saved.
 
 Each mistake is logged once per run, with the line of code to write. If the program is right, silence this logger.
 """
@@ -47,8 +47,8 @@ _SILENCE = f". To silence this warning: logging.getLogger({__name__!r}).setLevel
 class ForgottenObjects:
     """Finds optimizers, schedulers and samplers that a program uses for its model but does not put into the state.
 
-    torch marks an optimizer that has a scheduler, unless the scheduler is a ``ReduceLROnPlateau``. Steps of such a
-    scheduler are observed until :meth:`close`. All methods run on the training thread.
+    torch marks an optimizer that has a scheduler, except a ``ReduceLROnPlateau``. So the steps of that class are
+    observed until :meth:`close`. All methods run on the training thread.
 
     Attributes:
         stepped: whether an optimizer has stepped since the attribute was set to False.
@@ -76,7 +76,7 @@ class ForgottenObjects:
     def look(
         self, state: Mapping[str, Any], captured: Mapping[str, Any], others: Iterable[Mapping[str, Any] | None]
     ) -> None:
-        """Search for objects that are missing in a save.
+        """Search for objects that are missing from a save.
 
         Args:
             state: the state of the save.
@@ -184,7 +184,7 @@ class _Saved:
         return found
 
     def is_in_object(self, key: str) -> bool:
-        """Return whether an entry that is not itself an optimizer or scheduler saves ``key``, so it may contain one."""
+        """Return whether any other entry has a key ``key`` in its state dict, and so may contain such an object."""
         unknown = (pair for pair in self._captured.items() if pair[0] not in self._known)
         return any(f".{key}." in f"{path}." for name, value in unknown for path, _ in leaves(value, name))
 

@@ -31,8 +31,8 @@ from stagereg.extensions.diagnostics.first_save import only_looks
 
 _log = logging.getLogger(__name__)
 
-_MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # changing attributes
-_PRIVATE = {"_milestones", "_schedule_phases"}  # private attributes that are options
+_MOVING = {"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}  # change during training
+_PRIVATE = {"_milestones", "_schedule_phases"}  # private attributes with constructor options
 _RATES = {"lr", "initial_lr"}  # values of a parameter group that schedulers change
 _MOMENTA = {"momentum", "betas"}  # values that schedulers change if the parameter group has a key in ``_CYCLES``
 _CYCLES = {"base_momentum", "max_momentum"}
@@ -164,7 +164,7 @@ class RestoreChecks(RestoreExtension):
 def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
     """Log a warning if the run has a newer checkpoint than ``restored``, for example because the run was restarted.
 
-    A run may count its steps from 0 again, so a checkpoint with this run's command line also counts as newer.
+    Its steps may count from 0 again. So a checkpoint that the same command line wrote also counts as newer.
     """
     newest = store.latest()
     if newest is None:

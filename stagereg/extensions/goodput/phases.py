@@ -51,7 +51,7 @@ class _Start:
 
     @property
     def failure(self) -> dict[str, Any]:
-        """The reason and the times of the failure before this start. A report of that attempt overrides the record."""
+        """The failure before this start: the recorded reason and times, overridden by ``noted`` of :func:`begin`."""
         return {**(self.earlier.failure if self.earlier is not None else {}), **self._told}
 
     def report(self, step: int) -> None:

@@ -268,7 +268,7 @@ class DcpReader(FileSystemReader):
         self._manifest: Manifest | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Verify torch's metadata file and return its content. Raises ``CheckpointError``, ``OSError``."""
+        """Verify and return torch's metadata. Raises ``CheckpointError`` if the file is corrupt, or ``OSError``."""
         checksums = os.path.realpath(Path(self.path) / CHECKSUMS)
         try:
             self._manifest = Manifest.loads(read_small(checksums, _CHECKSUMS_BYTES))
@@ -290,7 +290,7 @@ class DcpReader(FileSystemReader):
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Verify the checksums that all ranks computed. Called on the coordinator. Raises ``CheckpointError``."""
+        """Raise ``CheckpointError`` if a checksum that a rank computed is wrong. Called on the coordinator."""
         if self._manifest is None:
             _log.warning("%s has no %s, so it is loaded without verification.", self.path, CHECKSUMS)
             return plans
@@ -301,7 +301,7 @@ class DcpReader(FileSystemReader):
         return [replace(plan, storage_data=None) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors as torch does. Raises ``CheckpointError`` for a tensor that torch would not fill."""
+        """Read the tensors as torch does. Raises ``CheckpointError`` for a quantized or sparse COO tensor."""
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
                 x = planner.resolve_tensor(item)
@@ -343,7 +343,7 @@ def _is_part(name: str) -> bool:
 
 
 def _left_beside(path: Path) -> list[Path]:
-    """Return directories that killed saves to ``path`` left: temporary and, if ``path`` exists, replaced ones."""
+    """Return temporary directories of killed saves to ``path``; if ``path`` exists, also checkpoints it replaced."""
     of = [temporary_of, aside_of] if path.exists() else [temporary_of]
     named = [each for each in path.parent.iterdir() if path.name in [find(each.name) for find in of]]
     return [each for each in named if each.is_dir() and not each.is_symlink()]
@@ -354,7 +354,7 @@ def _world_size() -> int:
 
 
 def _expect_filled(name: str, dtype: torch.dtype, layout: torch.layout, verb: str) -> None:
-    """Raise ``CheckpointError`` for a quantized tensor, or a sparse COO tensor, which torch would not fill."""
+    """Raise ``CheckpointError`` for a quantized or sparse COO tensor, because torch would load no values into it."""
     expect_dense(name, dtype, torch.strided if layout in _FILLED else layout, verb)
 
 

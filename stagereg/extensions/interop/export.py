@@ -56,8 +56,8 @@ class Exported(NamedTuple):
 def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: bool, options: TensorOptions) -> Exported:
     """Write a checkpoint to the file ``out``, or to several numbered files. Raises ``CheckpointError``, ``OSError``.
 
-    With ``only``, only the entry of that name is written, and names of tensors do not begin with its name. The suffix
-    of ``out`` selects the format; only ``.safetensors`` uses ``options``. ``replace`` allows overwriting files. Do not
+    ``only`` selects one entry by name, and this name is then removed from the start of tensor names. The suffix of
+    ``out`` selects the format; only ``.safetensors`` uses ``options``. ``replace`` allows overwriting files. Do not
     use ``checkpoint`` after the export.
     """
     parts = checkpoint.structures if only is None else {only: checkpoint.structure(only)}
@@ -85,8 +85,8 @@ def export(checkpoint: OpenCheckpoint, only: str | None, out: Path, replace: boo
 def _write(contents: _Contents, former: Sequence[Path], replace: bool) -> None:
     """Write and flush all files under temporary names, then rename them one by one.
 
-    A single file is replaced atomically. All other files in ``former``, the files of an earlier export, are deleted
-    before the first rename, so that new and old files are never mixed.
+    A single file is replaced atomically. ``former`` lists the files of an earlier export: files in it that are not
+    replaced are deleted before the first rename, so that new and old files are never mixed.
     """
     _expect_free(former, replace)
     beside = {out: out.with_name(f".{out.name}.{new_token()}.tmp") for out in contents}
@@ -218,7 +218,7 @@ def _without_numpy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _write_pt(state: Any, file: IO[bytes]) -> None:
-    """Write a ``.pt``, then check that ``weights_only=True`` can load it. Raises ``CheckpointError``, ``OSError``."""
+    """Write a ``.pt``. Raises ``CheckpointError`` if ``torch.load(weights_only=True)`` rejects it."""
     try:
         torch.save(state, file)
     except Exception as error:  # torch may raise its own error after an OSError of the file

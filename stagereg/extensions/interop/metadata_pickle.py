@@ -31,7 +31,7 @@ class _Look(BoundedUnpickler):
 
 
 def expect_metadata(content: bytes) -> None:
-    """Raise ``ValueError`` if ``content`` is not torch metadata. Skips large content. Does not import torch."""
+    """Raise ``ValueError`` if ``content`` is not torch metadata. Accepts any content above 1 MiB. Imports no torch."""
     if len(content) > _SMALL_BYTES:
         return
     try:

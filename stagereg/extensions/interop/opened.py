@@ -158,7 +158,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
 
 
 def open_found(chosen: VerificationResult, verify: bool, reading: ExitStack) -> OpenCheckpoint:
-    """Open the checkpoint ``chosen``, which then owns the resources in ``reading``. Raises ``CheckpointError``."""
+    """Open the checkpoint ``chosen``. The result owns ``reading``. Raises ``CheckpointError`` if unreadable."""
     if chosen.writer:
         if local_part(chosen.path) is None:
             raise CheckpointError(f"Cannot read {chosen.path} from a URL: torch wrote it. Copy it to a local disk.")

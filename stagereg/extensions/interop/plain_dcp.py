@@ -64,8 +64,8 @@ def open_plain_dcp(path: str) -> tuple[CheckpointFiles, dict[str, Any]]:
 def _expect_apart(ways: Mapping[str, tuple[str | int, ...]]) -> None:
     """Raise ``ValueError`` if two values have the same path in the state, or if the nested state would be too large.
 
-    A state is too large if it has many more containers or list items than values, or much longer dotted names than the
-    pickle: the pickle stores a long key only once, but every dotted name repeats the key.
+    A state is too large if it has many more containers or list items than values, or if its dotted names are much
+    longer than the saved names. The pickle stores a long key only once, but every dotted name repeats the key.
     """
     inside: defaultdict[tuple[str | int, ...], set[int]] = defaultdict(set)
     dotted_left = 16 * sum(map(len, ways)) + _DOTTED
@@ -119,7 +119,7 @@ def of_dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
     All programs save names like ``state.fc.weight.exp_avg``. torch's flattened state dicts and torchtitan save
     ``param_groups.fc.weight.lr`` for each parameter, so parameters with equal options form a group. Other programs
-    save ``param_groups.0.lr`` and ``param_groups.0.params``. The caller must have read options that are tensors.
+    save ``param_groups.0.lr`` and ``param_groups.0.params``. Options that are tensors must have been read.
     """
     options: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -198,7 +198,7 @@ def _quantized_as_objects(metadata: torch_metadata.Metadata) -> dict[torch_metad
 
 
 def _pickled(metadata: torch_metadata.Metadata) -> set[str]:
-    """Return the names of objects and of wrapper tensors. A wrapper is stored in fewer bytes than its elements need."""
+    """Return the names of objects and of wrapper tensors, which are stored in fewer bytes than their elements need."""
     lengths: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
         lengths[index.fqn] += info.length

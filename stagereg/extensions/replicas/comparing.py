@@ -137,7 +137,7 @@ def _checksum(x: torch.Tensor) -> int:
 
 
 def _part(x: torch.Tensor, name: str) -> Part | None:
-    """Return the position of this rank's part in the whole tensor; ``None`` for several parts or a non-dense tensor."""
+    """Return the position of this rank's part in the whole tensor; ``None`` if it has several or is not dense."""
     if isinstance(x, DTensor):
         chunks = chunks_of(x, name)
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
@@ -214,7 +214,7 @@ def content_digests(contents: Mapping[Kind, EntryContents]) -> dict[tuple[str, b
 def compare(
     digests: Sequence[Mapping[tuple[str, bytes], bytes]], names: Sequence[Mapping[Kind, Sequence[str]]]
 ) -> list[Compared]:
-    """Group the ranks by their digests, and return the reply to each rank. Equal ``names`` must be the same object."""
+    """Group the ranks by digests, and return the reply to each rank. Ranks with equal names must share one object."""
     lists = {id(one): {kind: tuple(found) for kind, found in one.items()} for one in names}
     each_once = {item for one in lists.values() for item in one.items()}
     counts = Counter(name for _, found in each_once for name in found)

@@ -70,9 +70,9 @@ class Shares(NamedTuple):
 class ReplicaShards(ReplicaSharding):
     """Decides in which saves the ranks compare tensors, and which shards they write in the other saves.
 
-    The decision depends on the results of the two previous saves. When a rank writes, it has both results, so all ranks
-    decide identically. If a result has not arrived when the training thread stages, the rank stages the whole state,
-    and slices the copy before the write. Otherwise the rank stages only its shard.
+    The decision depends on the outcomes of the two previous saves. Both saves have ended on all ranks before a rank
+    writes, so all ranks decide identically. A rank that already knows its shard while it stages copies only the shard.
+    Otherwise it stages the whole state, and slices the copy before the write.
 
     Args:
         every: the ranks compare tensors in every ``every``-th save; with 0, only in the first save.
@@ -118,9 +118,9 @@ class ReplicaShards(ReplicaSharding):
         self._known = {number - 1: self._known.get(number - 1), number: after}
 
     def cut(self, number: int, entries: Mapping[str, Any]) -> tuple[dict[str, Any], Shares] | None:
-        """Return the entries with only the slices that this rank writes in a save, and the rank's shards.
+        """Return the entries, with replicated tensors reduced to this rank's slices, and the rank's shards.
 
-        Returns ``None`` if the ranks compare tensors in this save, or the result of a previous save has not arrived.
+        Returns ``None`` if the ranks compare tensors in this save, or if no earlier comparison can be used (yet).
         """
         known = self._known
         if self._every > 0 and number % self._every == 0:
@@ -305,7 +305,7 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
 
 
 def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, of: Collection[str]) -> Shares:
-    """Return this rank's shards of the replicated entries ``of``, found by the comparison in save ``number``."""
+    """Return this rank's shards of the replicated entries in ``of``, found by the comparison in save ``number``."""
     names = frozenset(piece.name for each in own.values() for piece in each.pieces)
     found = Shares(number, {}, {}, {}, names)
     for kind, (first, ranks, at) in compared.places.items():
@@ -347,7 +347,7 @@ def _cuts(pieces: Sequence[HeldTensor], count: int, index: int) -> list[RowSlice
 
 
 def _rows(shape: torch.Size, nbytes: int, begin: int, end: int) -> tuple[int, int, int] | None:
-    """Return the rows nearest to the bytes ``begin`` to ``end``. A small tensor that begins in them stays whole."""
+    """Return the rows nearest to the byte range ``begin``:``end``. A small tensor that starts in it stays whole."""
     dim = next((i for i, size in enumerate(shape) if size > 1), None)
     if dim is None or nbytes < _LEAST_BYTES or not shape.numel():
         return (0, 0, shape[0] if shape else 1) if begin <= 0 < end else None
