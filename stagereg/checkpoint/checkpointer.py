@@ -56,7 +56,7 @@ class Checkpointer:
     :class:`stagereg.Checkpointer` documents the arguments that are not listed here.
 
     Args:
-        every: the number of steps between saves, at least 1, or a schedule. ``maybe_save`` saves at multiples of it.
+        every: a schedule, or the number of steps between saves. ``maybe_save`` saves at multiples of this number.
         save_last: whether a ``with`` block that ends without an exception saves the last step passed to
             :meth:`maybe_save` or :meth:`should_save`, if that step is not saved yet.
         extensions: the extensions of this checkpointer, in the same order on all ranks.
@@ -69,7 +69,7 @@ class Checkpointer:
     Raises:
         ConfigError: an option is invalid, the ranks differ in an option or in their extensions, or ``dir`` is a
             different directory on some machine.
-        CheckpointError: another job of the sweep has used ``dir`` (raised on all ranks), or an extension raised it.
+        CheckpointError: another job of the sweep has used ``dir`` (raised on all ranks), or an extension failed.
     """
 
     def __init__(
@@ -385,7 +385,7 @@ class Checkpointer:
 
     @property
     def every(self) -> int:
-        """The number of steps between checkpoints. With ``every="auto"`` this is the current number."""
+        """The number of steps between checkpoints. With ``every="auto"``, the number that is used now."""
         return self._target.schedule.every if self._enabled else 0
 
     @property

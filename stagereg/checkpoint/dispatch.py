@@ -50,13 +50,13 @@ class Extensions(SaveObserver):
         return answer
 
     def leaves_after(self, step: int) -> bool:
-        """Return whether all ranks will exit after saving ``step``. Calls :meth:`due`, unless it was called before."""
+        """Return whether all ranks will exit after saving ``step``. Calls :meth:`due`, at most once per step."""
         known = self._answered
         answer = known[1] if known is not None and known[0] == step else self.due(step)
         return answer is Due.LEAVE
 
     def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Call ``exit()`` of the extensions in order. If none of the calls raises, raise ``SystemExit``. Collective."""
+        """Call each extension's ``exit()`` in order, then raise ``SystemExit`` unless a call raised. Collective."""
         for each in self.all:
             each.exit(step, failure, resume)
         raise SystemExit(RESUME_CODE if failure is None else 1) from failure
@@ -142,7 +142,7 @@ class Extensions(SaveObserver):
 
 
 def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
-    """Return a function that calls a bound method, or returns ``otherwise`` after the object was garbage collected."""
+    """Return a function that calls ``method`` through a weak reference. A dead reference returns ``otherwise``."""
     found = weakref.WeakMethod(method)
 
     def call() -> T:

@@ -25,7 +25,7 @@ _NO_STEP = (
 def describe_end(
     background: SaveThreads, dir: Path | str, finished: bool, resume: str | None, skipped: str = ""
 ) -> str:
-    """Return a message that names the newest checkpoint, and how to resume from this checkpoint.
+    """Return a message that names the newest checkpoint and explains how to resume from it.
 
     ``resume``: the option of this run, or ``None`` if the run did not call ``restore()``. ``skipped``: a sentence about
     checkpoints that the next start will skip, or ``""``.
@@ -66,8 +66,8 @@ def log_end(
 ) -> None:
     """Log how to resume. Called on the rank that holds the directory lock.
 
-    ``stayed``: the step and the path that the run resumed from, if the run took no further step. :func:`describe_end`
-    documents the other arguments.
+    ``stayed``: the step and the path that the run resumed from, if the run took no step after that. The other arguments
+    are those of :func:`describe_end`.
     """
     if finished and stayed is not None:
         _log.warning(_NO_STEP, *stayed, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never"))
@@ -79,7 +79,7 @@ def log_end(
 def warn_of_unclosed(dir: Path | str, saver: Saver, hold: DirectoryLock, pid: int) -> None:
     """Warn that ``close()`` was not called before the checkpointer was garbage collected or the program ended."""
     own = hold.acquired and os.getpid() == pid  # a forked child does not own the lock
-    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # silent after an uncaught exception
+    if own and not saver.leaving and getattr(sys, "last_value", None) is None:  # no uncaught exception
         _log.warning(
             "stagereg: The Checkpointer of %s was not closed: its last step is saved only if it was due for a save. "
             "Use `with Checkpointer(...) as checkpointer:` around the loop, or call close() at the end.",

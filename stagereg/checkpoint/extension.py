@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Due(enum.IntEnum):
-    """The action that an extension requests after a step. If extensions differ, the largest value counts."""
+    """The action that an extension requests after a step. If requests differ, the largest value is used."""
 
     NO = 0
     SAVE = 1
@@ -46,10 +46,10 @@ class Saves(Protocol):
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest valid checkpoint in the directory, as far as this run has recorded it. Any thread."""
+        """The step of the newest valid checkpoint in the directory that this run has recorded. Any thread."""
 
     def note_newest(self, step: int | None) -> None:
-        """Record the step of the newest valid checkpoint in the directory, or ``None`` without one. Any thread."""
+        """Record the step of the newest valid checkpoint, or ``None`` if there is no valid one. Any thread."""
 
     @property
     def targets(self) -> Sequence[SaveTarget]:
@@ -62,7 +62,7 @@ class Saves(Protocol):
         """Wait until all saves have ended and old checkpoints are deleted. Return False if a save hangs."""
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the directory have ended. Return False if the time ``until`` is reached first."""
+        """Wait until all saves to the directory have ended. Return False if a save still runs at the time ``until``."""
 
     def raise_failure(self) -> None:
         """Raise the first failure of a save that was not raised before. Called on the training thread."""
@@ -187,7 +187,7 @@ class CheckpointSource:
     root = ""
 
     def claims(self, path: str) -> bool:
-        """Return whether no other source may read the checkpoint ``path``. Same result on all ranks. Not collective."""
+        """Return whether only this source may read the checkpoint ``path``; equal on all ranks. Not collective."""
         return False
 
     def survey(self) -> bool:
@@ -197,7 +197,7 @@ class CheckpointSource:
     def insert(self, listed: list[Candidate], resume: str) -> list[Candidate]:
         """Insert the candidates of this source into ``listed``, newest first, and return the list. On rank 0.
 
-        ``resume``: the option, but ``"auto"`` instead of ``"latest"`` if :meth:`survey` of any source returned True.
+        ``resume``: the user's option, but ``"latest"`` becomes ``"auto"`` if any source's :meth:`survey` returned True.
         """
         raise NotImplementedError
 
@@ -206,9 +206,9 @@ class CheckpointSource:
         return nullcontext()
 
     def check(self, candidate: Candidate, rank: int, size: int) -> dict[str, Found]:
-        """Check this rank's portion of the files, of ``size`` portions; return digests or errors by file name.
+        """Check one of ``size`` portions of the files. Return the digest or the error of each file, by name.
 
-        Called on each rank. Empty if the source checks the files while it reads them.
+        Called on each rank. The result is empty if the source checks the files while reading them.
         """
         return {}
 
@@ -217,7 +217,7 @@ class CheckpointSource:
         return True
 
     def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:
-        """Open the files of a candidate. ``index``: content of its index file, if known. Each rank. Not collective."""
+        """Open the files of a candidate. ``index``: the index file's content, if known. Each rank. Not collective."""
         raise NotImplementedError
 
     def corrupt(self, candidate: Candidate) -> None:
@@ -231,16 +231,16 @@ class SharedReader(Protocol):
     """Reads each byte of a checkpoint on only one rank, and sends the data to the ranks that need it."""
 
     def index(self, checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
-        """Return the content of the checkpoint's index file. Collective. Raises ``CheckpointError`` on all ranks."""
+        """Return the index file's content. Collective. If a rank fails, all ranks raise ``CheckpointError``."""
         ...
 
     def begin(
         self, checkpoint: Checkpoint, files: CheckpointFiles, transfer: Transfer, ranks: RankGroup, check: bool
     ) -> Callable[[], Mapping[str, str]]:
-        """Prepare a read; return a function that reads the data into the objects, and returns the corrupt files.
+        """Return a function that reads the data into the objects, and then returns the corrupt files.
 
-        ``check``: read all files, and compare the checksums with the manifest. This method and the returned function
-        are collective, and raise ``CheckpointError`` on all ranks.
+        ``check``: whether to compare the checksums of all files with the manifest. This method and the function are
+        collective. If one rank fails, all ranks raise ``CheckpointError``.
         """
         ...
 
@@ -254,11 +254,11 @@ class RestoreExtension:
     shared_reader: SharedReader | None = None
 
     def sources(self, request: RestoreRequest) -> Sequence[CheckpointSource]:
-        """Return additional sources of checkpoints. Must return the same on all ranks. Not collective."""
+        """Return additional sources of checkpoints, which must be the same on all ranks. Not collective."""
         return ()
 
     def candidates(self, request: RestoreRequest, listed: list[Candidate]) -> list[Candidate]:
-        """Reject or reorder candidates, and return the new list. Must return the same on all ranks. Collective."""
+        """Reject or reorder candidates. Return the new list, which must be the same on all ranks. Collective."""
         return listed
 
     def restoring(self, request: RestoreRequest, candidate: Candidate) -> None:
@@ -278,7 +278,7 @@ class SaveObserver:
     """
 
     def given(self, state: Mapping[str, Any]) -> None:
-        """Called after the program has passed a state. An object inside a container has a separate entry."""
+        """Called after the program has passed a state. Objects inside containers have their own entries in it."""
 
     def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
         """Called at the end of a step; ``state`` is ``None`` if the program has not passed a state for this step."""
@@ -326,11 +326,11 @@ class CheckpointExtension(SaveObserver, RestoreExtension):
         """Called on rank 0, on the training thread, after this run has acquired the directory lock."""
 
     def due(self, step: int) -> Due:
-        """Return the action after ``step``, the same on all ranks. Called on the training thread, once per step."""
+        """Return the requested action after ``step``; equal on all ranks. On the training thread, once per step."""
         return Due.NO
 
     def urges(self) -> bool:
-        """Return whether this rank requests an exit, even if the other ranks have not agreed yet. Any thread."""
+        """Return whether this rank requests an exit. Other ranks may not have agreed to the exit yet. Any thread."""
         return False
 
     def leaving(self) -> None:
@@ -366,7 +366,7 @@ class CheckpointExtension(SaveObserver, RestoreExtension):
         """
 
     def ending(self, error: BaseException | None) -> None:
-        """Called on the training thread at the end of the ``with`` block; ``error``: exception of the block, if any."""
+        """Called on the training thread at the end of the ``with`` block. ``error``: the block's exception, if any."""
 
     def ended(self) -> None:
         """Called on the training thread, before the last save, if the ``with`` block ended normally on every rank."""

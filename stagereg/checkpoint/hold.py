@@ -114,11 +114,11 @@ class DirectoryLock:
             _warn_of_earlier_run(self._store)
 
     def acquire_on_all(self) -> None:
-        """Acquire the lock on rank 0, without a warning; errors are raised on all ranks. Collective."""
+        """Acquire the lock on rank 0, without a warning. If this fails, all ranks raise the error. Collective."""
         self._ranks.run_on_all(self._failing, self._acquire)
 
     def acquire_to_restore(self) -> None:
-        """Acquire the lock on rank 0 if a run with this run's command line saved the newest checkpoint."""
+        """Acquire the lock on rank 0 if the newest checkpoint was saved by a run with the same command line."""
         if self._ranks.rank == 0 and self._lock is None:
             self._known = self._store.last_serial()
         newest = self._store.latest() if self._ranks.rank == 0 else None
@@ -133,7 +133,7 @@ class DirectoryLock:
             self._lock.release()
 
     def _open(self, looks: bool) -> tuple[str, str]:
-        """On rank 0, return a token, and the path of a new lease file that other ranks must see, or ``""``."""
+        """On rank 0, return a random token, and the path of a new lease file for the other ranks to find, or ``""``."""
         if self._ranks.rank > 0:
             return "", ""
         with within(self._seconds):
@@ -202,7 +202,7 @@ def _warn_of_earlier_run(store: CheckpointStore) -> None:
 
 
 def _look(path: str) -> tuple[str, bool]:
-    """Return the name of this machine, and whether the file that rank 0 has written appears within five seconds."""
+    """Return the name of this machine, and whether the file from rank 0 appears here within five seconds."""
     ends = time.monotonic() + _PATIENCE_S
     while True:
         for folder in [*Path(path).parents][::-1]:  # opening a folder makes NFS refresh its entries

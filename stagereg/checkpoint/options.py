@@ -196,7 +196,7 @@ def expect_flag(name: str, given: object) -> None:
 
 
 def compared(**given: Any) -> dict[str, Any]:
-    """Return options in the form that ranks compare, in which each field of a group is a separate option."""
+    """Convert options to the form that ranks compare: each field of an option group becomes a separate option."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         value = value.name if isinstance(value, GuardedRule) else value
@@ -206,7 +206,7 @@ def compared(**given: Any) -> dict[str, Any]:
 
 
 def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
-    """Check that the options ``own`` of this rank are the same on all ranks. Collective."""
+    """Check that the options in ``own`` are the same on all ranks. Collective."""
     ranks = group.run_on_all("The ranks could not compare their options", lambda: own)
     for name in dict.fromkeys(name for each in ranks for name in each):  # includes options of extensions
         first, *_ = values = [each.get(name) for each in ranks]
@@ -229,7 +229,7 @@ def expect_alike(group: RankGroup, own: Mapping[str, Any]) -> None:
 
 
 def component(kind: str, given: Any, usual: str) -> Any:
-    """Return a component: ``given`` itself, or a component built from a name (``usual`` if ``given`` is ``None``)."""
+    """Return ``given`` if it is a component. If it is a name, or ``None`` for ``usual``, build that component."""
     if given is None or isinstance(given, str):
         return build(kind, usual if given is None else given)
     try:

@@ -39,7 +39,7 @@ class Schedule:
         return self._every
 
     def due(self, step: int) -> bool:
-        """Return whether to save after ``step``, the same on all ranks. Called once per step. Not collective."""
+        """Return whether to save after ``step``; equal on all ranks. Called once per step. Not collective."""
         return step > 0 and step % self._every == 0
 
     def held(self, step: int, seconds: float) -> None:
@@ -91,7 +91,7 @@ class SaveTarget(ABC):
         """Begin a save. Return the directory to write to, and whether all ranks skip this save. Collective."""
 
     def expect_new(self, path: str) -> None:  # noqa: B027  # a tier creates the path itself
-        """Raise ``CheckpointError`` if ``path`` already contains files. On each rank, before the rank creates it."""
+        """Raise ``CheckpointError`` if ``path`` already contains files. On each rank, before ``path`` is created."""
 
     def expect_room(self, nbytes: int) -> None:  # noqa: B027  # the free space is usually unknown
         """Raise ``OSError`` if the target is known to have less space than all ranks need. Called on each rank.
@@ -101,13 +101,13 @@ class SaveTarget(ABC):
 
     @abstractmethod
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:
-        """Return the digests of the files that this rank has written. On each rank, on rank 0 as part of the commit."""
+        """Return the digests of the files that this rank wrote. Called on each rank; on rank 0 during the commit."""
 
     @abstractmethod
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Let the storage write its metadata files; return the digests of all other new files. On rank 0.
+        """Let the storage write its metadata files. Return the digests of all other new files. On rank 0.
 
         ``metadata`` is ``None`` if it has not changed since the previous save.
         """
@@ -176,11 +176,11 @@ class ReplicaSave:
         self._entries: dict[str, Any] = {}  # written by the thread of the first target
 
     def stage(self, state: Mapping[str, Any], captured: dict[str, Any], follows: bool) -> dict[str, Any]:
-        """Return the entries that this rank stages. ``follows``: this rank has left its loop, so its values are old."""
+        """Return the entries that this rank stages. ``follows``: whether this rank has left its training loop."""
         return captured
 
     def cut(self, copy: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of the staged copy that this rank may write, before the ranks have exchanged messages."""
+        """Return the staged entries that this rank may write. Called before the ranks exchange messages."""
         self._entries = copy
         return copy
 
@@ -206,7 +206,7 @@ class ReplicaSave:
         """
 
     def ended(self, error: BaseException | None) -> None:
-        """Called after the exchange; ``error`` is set if the ranks could not agree on their portions."""
+        """Called after the exchange. ``error``: why the ranks could not agree on their portions, or ``None``."""
 
 
 class ReplicaSharding(Protocol):

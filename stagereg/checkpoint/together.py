@@ -53,7 +53,7 @@ class RankCoordinator:
         self._requests.post(what)
 
     def save(self, step: int, everywhere: bool) -> None:
-        """Append a save to the log and start it: to all targets if ``everywhere``, otherwise to those that are due."""
+        """Log and start a save: to all targets if ``everywhere``, otherwise to the targets that are due."""
         what, targets, request = SAVE, None, ""
         if not self._saver.leaving:
             if self._extensions.leaves_after(step):
@@ -66,7 +66,7 @@ class RankCoordinator:
             save(what, step, targets, False)
 
     def follow(self) -> None:
-        """Take part in operations of ranks that are still in a loop that this rank has left. Called between steps."""
+        """After this rank has left its loop, take part in the other ranks' operations. Called between steps."""
         self._extensions.notify(CheckpointExtension.follow, False)
         while not self._left and (entry := self._requests.take_next()) is not None:
             what, step, targets = _read(entry)
@@ -101,7 +101,7 @@ class RankCoordinator:
         self._ending.look()
 
     def end(self, seen: int | None) -> None:
-        """Wait until all ranks have reached the end of the run. Raises: ``CheckpointError`` if a rank cannot do so."""
+        """Wait until all ranks reach the end of the run. Raises ``CheckpointError`` if a rank cannot reach it."""
         try:
             self._ending.wait(seen, self.reject_pending, self._ranks.limit.total_seconds())
         except CheckpointError:

@@ -29,13 +29,13 @@ _SHOWN = 200  # characters of a rejected name in a message
 
 @dataclass(frozen=True)
 class AllowedTarget:
-    """An unregistered class or function that the program has allowed for the config of one call."""
+    """An unregistered class or function that the program allows in one call to ``instantiate``."""
 
     path: str
     component: Callable[..., Any] | None = None
 
     def load(self) -> Callable[..., Any]:
-        """Return the class or function, and import it if the program passed only the path."""
+        """Return the class or function. Imports it if the program passed only its path."""
         try:
             found = self.component or pkgutil.resolve_name(self.path)
             if not callable(found):
@@ -115,7 +115,7 @@ def _allowed(item: Any) -> AllowedTarget:
 
 
 def _text(target: Any) -> str:
-    """Return the path of a target as an exact ``str``, because a subclass of ``str`` could override the comparison."""
+    """Return the path of a target as a plain ``str``. A subclass of ``str`` could override the comparison."""
     if isinstance(target, str):
         return str.__str__(target)
     if hasattr(target, "__qualname__"):

@@ -119,7 +119,7 @@ def _registered(node: Any, path: NodePath, allow_list: TargetAllowList) -> dict[
 
 
 def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the node ``tree`` with the arguments of the program added. Configs among the arguments are merged."""
+    """Return the node ``tree`` with the program's arguments added. An argument that is a config is merged."""
     configs: dict[str, Any] = {}
     for name, value in kwargs.items():
         joins = isinstance(tree.get(name), dict) and isinstance(value, (dict, DictConfig))
@@ -188,8 +188,8 @@ def _plan(
 ) -> Call:
     """Check a component's config ``node``, including nested components; return the call that builds the component.
 
-    ``hint``: the annotation of the parameter. ``kind``: its name, if a kind has that name. ``below``: its default.
-    Hydra merges a selected component into the default, so keys that the new component does not take are dropped.
+    ``hint`` and ``below`` are the annotation and the default of the parameter. ``kind``: its name, if that is a kind.
+    Hydra merges the selected component into the default. Keys of the default that the component lacks are dropped.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product

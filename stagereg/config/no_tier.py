@@ -1,4 +1,4 @@
-"""The option ``tier=none``, in the core so that a config can select it if the tiers extension is not installed."""
+"""The option ``tier=none``. It is in the core, so a config can select it without the tiers extension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NoTier:
     durable = False
 
     def __str__(self) -> str:
-        """Return the name of the option, which the ranks compare."""
+        """Return the name of the option. The ranks compare it."""
         return "none"
 
     def prepare(self) -> str:

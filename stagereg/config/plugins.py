@@ -1,6 +1,6 @@
 """Imports the modules that a config lists in ``plugins: [my_module]``, before Hydra composes options from them.
 
-For each config that Hydra reads, it queries all sources on the search path. The first source calls :func:`note`, which
+For each config, Hydra queries all sources on the search path. The first source calls :func:`note`. This function
 reads ``plugins`` from the configs that become part of the root: the primary config, its defaults, and configs with
 ``# @package _global_``. The modules are imported when Hydra looks up the first option of a registered kind. Hydra reads
 a defaults list from its end, so a config with ``plugins`` may come after the option that needs its modules.
@@ -82,12 +82,12 @@ def from_overrides(overrides: Iterable[str]) -> None:
 
 
 def from_config(config: Any, where: str = "The config") -> None:
-    """Import the modules in ``plugins`` of a composed config. ``where``: the name of the config, for messages."""
+    """Import the modules that a composed config lists in ``plugins``. ``where``: the config's name, for messages."""
     _import_all(_named(config), where)
 
 
 def _named(config: Any) -> Any:
-    """Return the value of ``plugins``, ``None`` if it is missing, or an error message if it cannot be resolved."""
+    """Return ``plugins`` from a config, ``None`` if it is missing, or an error message if it cannot be resolved."""
     try:
         value = OmegaConf.select(config, _KEY)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,8 +1,8 @@
 """Resolves the config of ``stagereg.instantiate`` once into plain Python values, which are then checked and built.
 
 OmegaConf containers resolve an interpolation at each access, so a value could change after it was checked. Therefore
-this module converts a config to dicts and lists. :class:`NodePath` is the place of a node in the original config, for
-messages. After the check, each node becomes a :class:`Call`.
+this module converts a config to dicts and lists. :class:`NodePath` locates a node in the original config, for
+messages. After the check, each node with a ``_target_`` becomes a :class:`Call`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 @dataclass(frozen=True)
 class NodePath:
-    """The place of a node in the config, so that an error message can show an override that sets the node."""
+    """The key path of a node in the config. Error messages use it to show an override that sets the node."""
 
     key: str  # the full key; for a reference such as `${stager}`, the key of the target
     raw: Any = None  # the node before interpolations were resolved
@@ -63,7 +63,7 @@ class NodePath:
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call, made by :func:`built`; arguments may be calls too. ``partial``: build a callable instead."""
+    """A checked call that :func:`built` makes. Arguments may be calls, too. ``partial``: build a callable instead."""
 
     function: Callable[..., Any]
     args: Sequence[Any]

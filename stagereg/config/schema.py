@@ -53,7 +53,7 @@ class Option:
 
 @functools.cache
 def options(component: Callable[..., Any]) -> dict[str, Option]:
-    """Return, by name, the parameters that a config can hold, of a component or of a dataclass-typed parameter."""
+    """Return the parameters of a component or dataclass that a config can hold, by name."""
     help_ = docstring.parameters(component)
     found = {}
     for name, (hint, default) in parameters(component).items():
@@ -87,7 +87,7 @@ def _own_hook(component: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def runtime(component: Callable[..., Any]) -> list[str]:
-    """Return the names of the runtime-only parameters, which a config cannot hold, in order."""
+    """Return the names of the runtime-only parameters in order. A config cannot hold these parameters."""
     others = [p for p in inspect.signature(component).parameters.values() if p.name not in options(component)]
     return [p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
@@ -200,10 +200,10 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
     """Convert a config value to the argument that a component receives. A dataclass becomes a :class:`Call`.
 
     Args:
-        path: the place of the value in the config, for messages.
+        path: the key path of the value in the config, for messages.
         value: the value in the config, or an object that the program passed.
         hint: the annotation of the parameter.
-        build: converts a nested component; called with its path, its node, and the annotation.
+        build: converts a nested component. Called with the key path, the config node, and the annotation.
     """
     inner = functools.partial(from_config, build=build)
     plain, arguments = _parts(hint)
@@ -231,14 +231,14 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
 
 
 def factory_of(hint: Any) -> str | None:
-    """Return the kind X for the annotation ``Callable[..., X]`` (``""`` if X is not a kind), ``None`` for others."""
+    """Return the kind X of an annotation ``Callable[..., X]``, ``""`` if X is not a kind, and ``None`` without X."""
     members = typing.get_args(hint) if _is_union(hint) else (hint,)
     products = [typing.get_args(member)[1] for member in members if _is_factory(member)]
     return _PRODUCTS.get(getattr(products[0], "__name__", ""), "") if products else None
 
 
 def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
-    """Convert ``value`` to the first type of a union that accepts it; ``str`` is last, as it accepts most values."""
+    """Convert ``value`` to the first union member that accepts it. ``str`` is tried last: it accepts most values."""
     refusals = []
     given = [member for member in members if member is not type(None) or value is None]
     # A protocol type describes objects that the program passes, and cannot convert a string.

@@ -28,14 +28,14 @@ from stagereg.errors import RegistryError, StageregError, UnknownNameError
 
 
 class OptionError(RegistryError, ConfigCompositionException):
-    """A selected option does not exist, or its component cannot be imported, or its config cannot be generated."""
+    """A selected option does not exist, its component cannot be imported, or no config can be generated for it."""
 
 
 class RegistrySource(ConfigSource):
     """The Hydra config source for the components of the registry, with the scheme ``stagereg://``.
 
-    A second instance, ``stagereg://plugins``, is first on the search path and contains no configs. Hydra queries the
-    instance before it reads a config, so the instance can read the key ``plugins`` of each config.
+    A second instance, ``stagereg://plugins``, is first on the search path and contains no configs. Hydra queries it
+    before reading a config from another source, so it can read the key ``plugins`` of that config first.
     """
 
     _refusal: RegistryError | None = None

@@ -107,7 +107,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
 
 
 def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseException) -> str:
-    """Return advice for an unknown key of a nested component, such as a hook, or for a component not yet selected."""
+    """Return advice for an unknown key of a nested component (such as a hook), or if no component is selected."""
     where = parent._get_full_key(None)
     entry = registry.find_target(str(parent._get_node("_target_", validate_access=False)))
     if entry is None:
@@ -123,7 +123,7 @@ def _names(kind: str) -> str:
 
 
 def _missing_fields(error: OmegaConfBaseException) -> str:
-    """Return advice if an app's dataclass precedes stagereg in the defaults list, but lacks the fields of stagereg."""
+    """Return advice if an app's dataclass comes before stagereg in the defaults, but lacks the keys of stagereg."""
     root, owner = error.parent_node, getattr(error.object_type, "__name__", "")
     if root is None or error.key != error.full_key or not dataclasses.is_dataclass(error.object_type):
         return ""
@@ -167,13 +167,13 @@ def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
 
 
 def _given(error: OmegaConfBaseException) -> str:
-    """Return the value that the command line gives for the key in an error, or ``...``."""
+    """Return the command-line value of the key that an error names, or ``...`` if the key is not there."""
     given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     return given[0] if given else "..."
 
 
 def _hint(node: DictConfig) -> Any:
-    """Return the annotation of the option whose value is ``node``, or ``Any`` if ``node`` is not an option's value."""
+    """Return the annotation of the option with the value ``node``, or ``Any`` if no option has this value."""
     component = _component(OmegaConf.get_type(node._get_parent()))
     option = options(component).get(node._key()) if component else None
     return option.hint if option else Any

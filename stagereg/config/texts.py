@@ -52,7 +52,7 @@ def value_type(hint: Any) -> ValueType | None:
 
 
 def written(value: Any) -> Any:
-    """Return the string for an object of a type in the table above, and any other value unchanged."""
+    """Convert an object of a type in the module's table to a string. Any other value is returned unchanged."""
     known = value_type(type(value))
     return known.write(value) if known is not None and known.write is not None else value
 

@@ -31,7 +31,7 @@ NOT_EXACT = "not exact"
 
 
 def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]:
-    """Mark checkpoints without the state of a failed rank as rejected; raise ``CheckpointError`` unless ``"auto"``."""
+    """Reject checkpoints that lack the state of a failed rank. If ``resume`` is not ``"auto"``, raise an error."""
     found = []
     for each in listed:
         if each.manifest is None or not each.manifest.lacks or each.found.damages:
@@ -80,7 +80,7 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
 
 
 def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
-    """Log on rank 0 which checkpoints were skipped as invalid; :func:`log_fallback` logs the inexact checkpoints."""
+    """Log on rank 0 which checkpoints were skipped as invalid. :func:`log_fallback` reports inexact checkpoints."""
     for each in skipped if ranks.rank == 0 else ():
         if each.word != NOT_EXACT:
             hints = "".join(f"\n  {why.hint}" for why in each.rejections if why.hint)
@@ -157,7 +157,7 @@ def _indented(skipped: Candidate) -> str:
 
 
 def resolve_source(source: str) -> tuple[CheckpointStore, str]:
-    """Return the store for a path, and ``resume``: the path of one checkpoint, or ``"auto"`` for a directory."""
+    """Return the store that contains ``source``, and the option ``resume`` that selects a checkpoint in the store."""
     inside, above = open_store(source), open_parent_store(source)
     name = source.rstrip("/").rpartition("/")[2]
     one = name == LATEST or step_of(name) is not None or above.look(source).manifest
@@ -167,7 +167,7 @@ def resolve_source(source: str) -> tuple[CheckpointStore, str]:
 def resolve_resume(
     store: CheckpointStore, resume: str, source: str | os.PathLike[str] | None, ranks: RankGroup
 ) -> tuple[CheckpointStore, str]:
-    """Return the store to restore from, and the path or keyword to resume; ``source`` overrides both. Collective."""
+    """Return the store and the ``resume`` option of a restore. ``source``, if given, replaces both. Collective."""
     found, what = (store, resume) if source is None else resolve_source(os.fspath(source))
     if what not in RESUME and os.path.basename(what) == what:  # a name without a directory
         [what, *_] = ranks.run_on_all("Nothing was restored", lambda: path_named(found, what))
@@ -175,7 +175,7 @@ def resolve_resume(
 
 
 def path_named(store: CheckpointStore, name: str) -> str:
-    """Return the path of the checkpoint ``name``: in ``store``, or in the working directory if only that has it."""
+    """Return the path of a checkpoint in ``store``, or in the working directory if ``store`` does not contain it."""
     inside, here = f"{store.root}/{name}", os.path.realpath(name)
     if not os.path.exists(here) or here == os.path.realpath(inside):
         return inside

@@ -12,7 +12,7 @@ from stagereg.errors import name_ranks
 
 
 class ScanResult(NamedTuple):
-    """The results of one rank, which it sends to rank 0."""
+    """The results that one rank sends to rank 0."""
 
     marks: dict[str, Found]  # digest or error of each file that this rank has checked
     can_load: bool = True
@@ -23,7 +23,7 @@ class ScanResult(NamedTuple):
 
 
 class MergedScan(NamedTuple):
-    """The merged results of all ranks, which rank 0 sends to every rank."""
+    """The merged results of all ranks. Rank 0 sends them to every rank."""
 
     unclear: list[str]  # error messages for files that a rank could not access
     missed: list[tuple[int, str]]  # ranks and the files that they did not find
@@ -35,7 +35,7 @@ class MergedScan(NamedTuple):
 
 
 def together(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[ScanResult]) -> MergedScan:
-    """Merge the results of all ranks; ``looked`` lists them by rank. Called on rank 0."""
+    """Merge the results of all ranks. ``looked``: the results in rank order. Called on rank 0."""
     marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
     unclear = [f"{name_ranks([of])}: {name}: {mark}" for of, name, mark in marks if isinstance(mark, InaccessibleFile)]
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]

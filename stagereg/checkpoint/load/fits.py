@@ -32,8 +32,8 @@ def select_of_modules(
 ) -> tuple[Any, dict[str, Any]]:
     """Split the saved state dict of the entry ``name`` into the values that the modules load and the remaining values.
 
-    ``exact``: the modules use torch's ``load_state_dict``, so all names, shapes and dtypes must match; otherwise
-    ``CheckpointError`` is raised.
+    ``exact``: whether the modules use torch's ``load_state_dict``. If so, ``CheckpointError`` is raised unless all
+    names, shapes and dtypes match.
     """
     if not isinstance(structure, Mapping):
         raise CheckpointError("it is not the state of a module")
@@ -76,8 +76,8 @@ def _without_wrappers(saved: Mapping[str, Any], wanted: set[str]) -> Mapping[str
 def plain_names(saved: Iterable[str], wanted: set[str]) -> dict[str, str]:
     """Map each saved parameter name to the name without the prefixes that wrappers add.
 
-    DataParallel adds ``module.`` to all names, torch.compile adds ``_orig_mod`` to some. Each name is mapped to itself
-    if removing prefixes would not increase the number of matches with the names ``wanted``.
+    DataParallel adds ``module.`` to all names, torch.compile adds ``_orig_mod`` to some. If removing the prefixes
+    does not make more names match the names in ``wanted``, each name is mapped to itself.
     """
     same = {name: name for name in saved}
     strips = all(_plain(name).startswith(_DATA_PARALLEL) for name in same) and not wanted & same.keys()
@@ -99,7 +99,7 @@ def _misfits(
     rest: Mapping[str, Any],
     cast: bool,
 ) -> tuple[list[str], bool]:
-    """Return messages for all parameters that are missing or differ, and whether ``cast=True`` would accept them."""
+    """Return messages for the parameters that do not match, and whether ``cast=True`` would accept all of these."""
     other: list[str] = []
     unfilled, converts = [], True
     for key, leaf in saved.items():
@@ -179,7 +179,7 @@ def _kind_of(saved: Any) -> entries.TensorKind | None:
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:
-    """Raise ``CheckpointError`` if an object will certainly reject its saved state; ``rank``: see :func:`.assign`."""
+    """Raise ``CheckpointError`` if an object is certain to reject its saved state. ``rank``: as in :func:`.assign`."""
     if isinstance(value, GeneratorState):
         value.expect_loadable(structure)
     elif isinstance(value, ResumableSampler) and isinstance(structure, list):

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Loading:
     """Restores one checkpoint on this rank. All methods run on the training thread, and are not collective.
 
-    ``once``: a :class:`.SharedReader` reads all bytes, instead of :meth:`prepare`. ``twins``: the result of
+    ``once``: whether a :class:`.SharedReader` reads all bytes. ``twins``: the result of
     :func:`.seeding.lowest_twins`. ``touched``: an earlier attempt has changed some objects, so this checkpoint must
     have a value for every object.
     """
@@ -46,7 +46,7 @@ class Loading:
         self.missing: Sequence[str] = ()  # parameters of any rank that keep the program's values
 
     def prepare(self, files: CheckpointFiles) -> None:
-        """Plan all reads from ``files``, and read the data that is not read directly into the memory of objects."""
+        """Plan all reads from ``files``. Read the data that cannot be read directly into the tensors of the program."""
         chosen, asked = self._chosen, self._asked
         self.files = files
         files.match(asked.state, asked.names, self.names)
@@ -63,7 +63,7 @@ class Loading:
         self._read()
 
     def take_rests(self, found: MergedScan) -> None:
-        """Pass saved parameters that no rank loads (``found.rests``) to objects that accept additional values."""
+        """Pass the saved parameters that no rank has requested to the objects that accept additional values."""
         if found.unused:
             raise CheckpointError(self.names.no_such())
         for name, rest in self.left.items():
@@ -88,7 +88,7 @@ class Loading:
     def assign(self) -> seeding.Seeded | None:
         """Read the remaining data into the objects, and load all values.
 
-        Return the generators that were seeded, or ``None`` if all generators continue from their saved state.
+        Return which random number generators were seeded, or ``None`` if all continue from their saved state.
         """
         saved_size, state, ranks = self._chosen.manifest.world_size, self._asked.state, self._asked.ranks
         rank = ranks.rank if saved_size == ranks.size else None

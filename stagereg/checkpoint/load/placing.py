@@ -49,7 +49,7 @@ _MORE_GROUPS = (
 
 
 def refusal(name: str, why: str) -> str:
-    """Return the error message, with advice, for an object ``name`` that does not accept its saved state."""
+    """Return the error message, with advice, for an object that does not accept its saved state."""
     return (
         f"{name!r} does not accept its saved state: {why.rstrip('.')}. If the checkpoint is of "
         f"another model, use another directory, {option('checkpoint.dir', 'PATH')}, or start from scratch "
@@ -58,7 +58,7 @@ def refusal(name: str, why: str) -> str:
 
 
 def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
-    """Return the error message for an object that rejected its state after the objects ``changed`` were loaded."""
+    """Return the error message for an object that rejected its state after other objects had been loaded."""
     others = [each for each in changed if each != name]
     more = f" Objects that were restored before it have changed: {listed(others)}." if others else ""
     return (
@@ -149,7 +149,7 @@ def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
 
 
 def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of saved values that belong in a container in ``state`` but are not there yet."""
+    """Return the names of saved values that a container in ``state`` accepts, but does not contain yet."""
     names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
     names = [name for name in names if not _RANKS_OWN.search(name)]
     structures = {name: files.structure(name) for name in names}
@@ -168,7 +168,7 @@ def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _own(files: CheckpointFiles, chosen: Checkpoint, asked: RestoreRequest, name: str) -> Any | None:
-    """Return this rank's saved value of a per-rank entry, or ``None`` if a ``PerRank`` value was not saved for it."""
+    """Return the value of a per-rank entry for this rank, or ``None`` for a ``PerRank`` entry that lacks this rank."""
 
     def of(rank: int) -> Any:
         own = entries.rank_name(name, rank)
@@ -240,7 +240,7 @@ def _taken(asked: RestoreRequest, name: str, structure: Any, name_map: NameMap) 
 
 
 def take_rest(state: Mapping[str, Any], name: str, structure: Any, rest: Mapping[str, Any]) -> None:
-    """Pass saved parameters that no rank loads to a module's custom loader; raise ``CheckpointError`` without one."""
+    """Pass saved parameters that no rank requested to a custom loader. Without one, raise ``CheckpointError``."""
     modules = module_state.modules_of(state[name])
     if modules and not _are_torchs_own(modules):
         structure.update(rest)
@@ -278,7 +278,7 @@ def pair_live(asked: RestoreRequest, structure: Any, name: str) -> list[Leaf]:
 
 
 def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[str, list[Leaf]], list[Leaf]]:
-    """Return the leaves that a restore writes to live tensors: of modules, by entry, and of values without methods."""
+    """Return the leaves that a restore writes to the tensors of modules (by entry), and those for plain values."""
     modules: dict[str, list[Leaf]] = {}
     plain: list[Leaf] = []
     for name in (name for name in found if name in state):
@@ -292,7 +292,7 @@ def written(state: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[st
 
 
 def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, Any], cast: bool) -> None:
-    """Warn of tensors in plain dicts that the checkpoint ``path`` does not overwrite, so references stay stale."""
+    """Warn of tensors in plain dicts that are replaced, not overwritten: other references to them keep old values."""
     values = {name: entries.value_of(state, name) for name in found if name in state}
     plain = {name: x for name, x in values.items() if not (module_state.modules_of(x) or is_stateful(x))}
     lost = [each for name, value in plain.items() for each in fits.not_filled(name, value, found[name], cast)]
@@ -306,7 +306,7 @@ def warn_of_not_filled(path: str, state: Mapping[str, Any], found: Mapping[str, 
 
 
 def merger(state: Mapping[str, Any], found: Mapping[str, Any]) -> sharing.Merger:
-    """Return the merger for plain values of ``state`` that were read. Raises the same errors as :func:`.differing`."""
+    """Return the :class:`.Merger` for the plain values in ``state``. Raises the errors of :func:`.differing`."""
     own = sharing.buffers_of_ranks(state)  # these entries overwrite buffers of modules on purpose
     modules, plain = written(state, {name: each for name, each in found.items() if name not in own})
     exact = {name: _are_torchs_own(module_state.modules_of(entries.value_of(state, name))) for name in modules}

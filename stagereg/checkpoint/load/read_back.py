@@ -1,7 +1,7 @@
 """Reads the first checkpoint of a third-party storage back before the commit, in the same way as a restore.
 
-A storage of another package may write files that its own reader cannot read, or reads as different values. Without this
-check, a run would detect the error only when it needs the checkpoint. Rank 0 checks the metadata of all entries, and
+The storage may write files that its own reader cannot read, or reads as different values. Without this check, a run
+would detect the error only when the run needs the checkpoint. Rank 0 checks the metadata of all entries, and
 compares the bytes of some entries with the CRC-32 of the values that each rank passed to the storage.
 """
 
@@ -70,7 +70,7 @@ class _Files(CheckpointFiles):
 
 
 def _expect_metadata(leaves: Sequence[Leaf], storage: Storage, path: str) -> None:
-    """Compare dtypes and shapes with the metadata from the storage's own reader, for entries only it can read."""
+    """Compare dtypes and shapes with the reader's metadata, for the entries that only this reader can read."""
     if not leaves:
         return
     try:
@@ -113,7 +113,7 @@ def _expect_content(files: CheckpointFiles, leaves: Sequence[Leaf], written: Map
 
 
 def _find_failing(files: CheckpointFiles, leaves: Sequence[Leaf], error: Exception) -> _NotReadError:
-    """Return an error that names the first entry that cannot be read alone (the last entry, if all can be read)."""
+    """Return an error with the name of the first entry that cannot be read. If each can be read, name the last."""
     for leaf in leaves:
         try:
             files.read([leaf])

@@ -91,7 +91,7 @@ class _Agreed(NamedTuple):
 
 
 class _Restore:
-    """One restore on all ranks; ``touched``: paths of corrupt candidates whose values may already be in objects."""
+    """One restore on all ranks. ``touched``: the corrupt checkpoints that may have been loaded into some objects."""
 
     def __init__(self, asked: RestoreRequest, extensions: Sequence[RestoreExtension]) -> None:
         self.asked, self.extensions = asked, extensions
@@ -172,8 +172,6 @@ class _Restore:
 
 
 class _Attempt:
-    """The attempt to restore one candidate on all ranks."""
-
     def __init__(
         self, run: _Restore, chosen: Checkpoint, candidate: Candidate, source: CheckpointSource, agreed: _Agreed
     ) -> None:
@@ -195,7 +193,7 @@ class _Attempt:
         return next((each.shared_reader for each in self._run.extensions if each.shared_reader is not None), None)
 
     def run(self) -> Mapping[str, str]:
-        """Restore the candidate, or return its corrupt files. Collective. Raises: ``CheckpointError``."""
+        """Restore the candidate. If it is corrupt, return its corrupt files instead. Collective."""
         with ExitStack() as opened:
             found, damages = self._exchange(partial(self._prepare, opened, self._shared_index()))
             if self._checks and damages:
@@ -217,7 +215,7 @@ class _Attempt:
         return {}
 
     def _exchange(self, look: Callable[[], ScanResult]) -> tuple[MergedScan, Mapping[str, str]]:
-        """Call ``look`` on each rank, merge the results, and return them with the corrupt files. Collective."""
+        """Call ``look`` on each rank, and return the merged results and the corrupt files. Collective."""
 
         def answer(looked: list[ScanResult]) -> list[MergedScan]:
             return [together(self._chosen, self._machines, looked)] * self._ranks.size
@@ -238,7 +236,7 @@ class _Attempt:
         return found, found.wrong
 
     def _check(self) -> ScanResult:
-        """Check one portion of the files; the ranks that see the same files check the other portions."""
+        """Check this rank's portion of the files. Ranks that see the same files divide the files among them."""
         [own] = [machine for machine in self._machines if self._ranks.rank in machine]
         found = self._source.check(self._candidate, own.index(self._ranks.rank), len(own))
         corrupt = str(self._failure) if isinstance(self._failure, CorruptCheckpointError) else ""
@@ -264,7 +262,7 @@ class _Attempt:
             return None
 
     def _take_rests(self, found: MergedScan) -> bool:
-        """Pass saved values that no rank loads to objects that take them; return whether a rank failed. Collective."""
+        """Pass saved values that no rank requested to objects. Return whether a rank failed. Collective."""
         self._loading.missing = found.missing
         if not any(found.rests.values()) and not found.unused:
             return False
@@ -275,7 +273,7 @@ class _Attempt:
         return any(self._ranks.run_on_all(self._failing, lambda: self._failure is not None))
 
     def _read_once(self, reader: SharedReader) -> Mapping[str, str]:
-        """Restore through ``reader``: one rank reads and checks each byte for all ranks. Return the corrupt files."""
+        """Restore with ``reader``, so that only one rank reads and checks each byte. Return the corrupt files."""
         loading, full = self._loading, self._asked.verify == "full"
         try:
             read = reader.begin(self._chosen, loading.files, loading.transfer, self._ranks, full)

@@ -23,12 +23,12 @@ _OF_RANK = entries.rng_name(0)[:-1]  # prefix of the entries with RNG states; th
 
 
 def seeds_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the seed of each global RNG of this process by name, and of each generator in ``state`` by "." + name."""
+    """Map each RNG to its seed. The names of generators in ``state`` begin with a dot, those of global RNGs do not."""
     return rng.seeds() | {f".{name}": each.seed for name, each in _generators(state)}
 
 
 def lowest_twins(seeds: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return, for each RNG and each rank, the lowest rank with the same seed; ``seeds``: :func:`seeds_of` by rank."""
+    """List, for each RNG, the lowest rank with the same seed as each rank. ``seeds``: :func:`seeds_of`, by rank."""
     found: dict[str, list[int]] = {}
     for name in set().union(*seeds):
         first: dict[str, int] = {}
@@ -50,7 +50,7 @@ class Seeded(NamedTuple):
 
 
 class Seeding:
-    """Seeds the RNGs of a rank whose RNG states were not saved; ``twins``: the result of :func:`lowest_twins`."""
+    """Seeds the RNGs of a rank if the rank's RNG states were not saved. ``twins``: from :func:`lowest_twins`."""
 
     def __init__(self, manifest: Manifest, twins: Mapping[str, list[int]], rank: int, size: int) -> None:
         self._lowest_twins, self._rank, self._size, self._step = twins, rank, size, manifest.step
@@ -64,7 +64,7 @@ class Seeding:
         return sorted({*self._saved[:1], *(twin for name in rng.seeds() for twin in self._twins(name))})
 
     def _twins(self, name: str) -> list[int]:
-        """Return up to two twins of this rank that have saved the state of the RNG ``name``."""
+        """Return up to two twins of this rank with a saved state of the RNG ``name``."""
         lowest = self._lowest(name)
         return [rank for rank in self._saved if self._same_size and lowest[rank] == lowest[self._rank]][:2]
 
@@ -74,7 +74,7 @@ class Seeding:
     def apply(
         self, state: Mapping[str, Any], restored: Collection[str], saved: Mapping[int, Mapping[str, torch.Tensor]]
     ) -> Seeded:
-        """Set the RNGs of the process, and the generators in ``state``; return their names.
+        """Set the RNGs of the process, and the generators in ``state``. Return which were seeded or copied.
 
         ``saved``: the RNG states of the ranks from :meth:`sources`. ``restored``: the restored entries of ``state``.
         """

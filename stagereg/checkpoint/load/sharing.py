@@ -31,7 +31,7 @@ class _View(NamedTuple):
 
 
 def read_apart(leaves: Collection[Leaf]) -> None:
-    """Clear ``in_place`` of leaves whose live tensors share memory; ``leaves``: all leaves that a restore writes."""
+    """Set ``in_place`` to False for all leaves whose live tensors share memory with the tensor of another leaf."""
     users = Counter(entries.memory_of(leaf.live) for leaf in leaves if leaf.live is not None)
     for leaf in leaves:
         leaf.in_place = leaf.in_place and users[entries.memory_of(leaf.live)] == 1
@@ -40,9 +40,9 @@ def read_apart(leaves: Collection[Leaf]) -> None:
 def differing(modules: Mapping[str, Sequence[Leaf]], exact: Mapping[str, bool], plain: Iterable[Leaf]) -> set[int]:
     """Return the ids of the live tensors outside modules that need new memory, because their saved value differs.
 
-    ``modules`` maps each entry to the leaves of its modules, and ``plain`` are all other leaves; all have been read.
-    ``exact``: whether the modules of an entry use torch's ``load_state_dict``. Raises: ``CheckpointError`` if two
-    tensors of exact modules share memory but have different saved values.
+    ``modules`` maps each entry to the leaves of its modules. ``plain`` contains all other leaves. All leaves have been
+    read. ``exact`` maps each entry to whether its modules use torch's ``load_state_dict``. Raises ``CheckpointError``
+    if two tensors of such modules share memory, but have different saved values.
     """
     refusing = {leaf for name, each in modules.items() if exact[name] for leaf in each}
     owners = dict.fromkeys(leaf for each in modules.values() for leaf in each)
@@ -132,7 +132,7 @@ class Merger:
         self._met: dict[int, tuple[Any, Any]] = {}  # merged containers and their restored values, by id
 
     def merged(self, value: Any, loaded: Any) -> Any:
-        """Return the restored value ``loaded``, after reusing the tensors and containers of ``value`` that match."""
+        """Return the restored value ``loaded``, copied into those tensors and containers of ``value`` that match it."""
         if value is loaded:
             return value
         if is_config(loaded):

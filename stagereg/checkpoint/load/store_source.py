@@ -76,7 +76,7 @@ class StoreSource(CheckpointSource):
 
 
 def expect_certain(found: VerificationResult) -> None:
-    """Raise ``CheckpointError`` if a file cannot be accessed, so that the checkpoint is neither valid nor corrupt."""
+    """Raise ``CheckpointError`` if a file cannot be accessed: the checkpoint is then not known to be corrupt."""
     if any(isinstance(what, InaccessibleFile) for what in found.damages.values()):
         raise CheckpointError(
             f"{found.path} may be a valid checkpoint, but cannot be accessed: {found}. "
@@ -85,7 +85,7 @@ def expect_certain(found: VerificationResult) -> None:
 
 
 def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint]) -> None:
-    """Log that ``latest`` points to a deleted checkpoint; for ``resume="latest"`` raise ``CheckpointError``."""
+    """Log that ``latest`` points to a deleted checkpoint. If ``resume="latest"``, raise ``CheckpointError``."""
     instead = f"resumes from {left[0].name}" if left else "starts from scratch"
     if resume == "latest":
         raise CheckpointError(
@@ -97,7 +97,7 @@ def _report_deleted(root: str, name: str, resume: str, left: Sequence[Checkpoint
 
 
 def _is_newer(damaged: VerificationResult, than: Checkpoint | None, latest: Checkpoint | None) -> bool:
-    """Return whether a corrupt checkpoint may be newer than ``than``; ``latest`` is the newest complete checkpoint."""
+    """Return whether a corrupt checkpoint may be newer than ``than``. ``latest``: the newest complete checkpoint."""
     if than is None or (latest is not None and than.manifest == latest.manifest):
         return False
     if damaged.manifest is not None:

@@ -37,7 +37,7 @@ def digest(what: object) -> bytes:
 
 
 def alike(digests: Sequence[Mapping[T, bytes]], order: Iterable[int]) -> dict[tuple[T, bytes], list[int]]:
-    """Map each pair of name and digest to the ranks that have this pair, in the given order."""
+    """Map each (name, digest) pair to the ranks that have the pair. ``order``: the ranks in the wanted order."""
     found: dict[tuple[T, bytes], list[int]] = {}
     for rank in order:
         for entry in digests[rank].items():
@@ -68,8 +68,8 @@ class EntryMerger:
         digests: the digests of each rank, by entry.
         order: the ranks by descending precedence. A replicated structure is requested from the first rank that has it.
         stale: the ranks that have left their training loop, so their values are outdated.
-        before: the structures of the previous save.
-        numbers: the number of each rank in the checkpoint. Default: the rank itself.
+        before: the structures of the previous save, by entry and digest.
+        numbers: for each rank, its number in the checkpoint. By default the rank itself.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EntryMerger:
         self._alike = alike(digests, order)
 
     def ask_ranks(self) -> list[Asked]:
-        """Return, for each rank, the entries whose structures rank 0 must request from this rank."""
+        """Return, for each rank, the names of the entries whose structures rank 0 must request from that rank."""
         asked: list[Asked] = [[] for _ in self._digests]
         for (name, own), (rank, *_) in self._alike.items():
             if (name, own) not in self._before:
@@ -94,7 +94,7 @@ class EntryMerger:
         return asked
 
     def put_together(self, sent: Sequence[Sent]) -> dict[str, Encoded]:
-        """Return the merged structure of each entry; ``sent``: the structures that each rank has sent.
+        """Return the merged structure of each entry. ``sent``: the structures from each rank, by entry.
 
         Raises: ``CheckpointError`` if a structure does not match its digest, or :func:`merge` fails.
         """
@@ -187,7 +187,7 @@ def _is_real(tree: Any) -> bool:
 
 
 def _items(tree: Any) -> dict[str, tuple[Any, Any]] | None:
-    """Return the (key, item) pairs of a mapping by the JSON text of the key, or ``None`` if it is not a mapping."""
+    """Map the JSON text of each key to the (key, item) pair. Return ``None`` if ``tree`` encodes no mapping."""
     if type(tree) is not dict or not tree or tree["type"] == PER_RANK:
         return None
     value = tree["value"]
@@ -224,14 +224,14 @@ def _groups(tree: Any, section: str = "param_groups") -> dict[str, Any]:
 
 
 def _join_parameters(ones: dict[str, Any], others: dict[str, Any]) -> None:
-    """Merge the parameter lists of groups that both ranks have. A rank may lack parameters, for example experts."""
+    """Merge the parameter lists of common groups, because a rank may lack some parameters, such as experts."""
     for first in ones.keys() & others.keys():
         one, other = ones[first]["value"], others[first]["value"]
         one["params"] = other["params"] = list(dict.fromkeys([*one["params"], *other["params"]]))
 
 
 def _may_differ(path: str, is_real: bool) -> bool:
-    """Return whether an optimizer's value may differ between ranks: tensor metadata, or floats except step counters."""
+    """Return whether an optimizer's value may differ between ranks: only tensor metadata, and floats except steps."""
     section, _, rest = path.partition(".")
     if section == "tensors" or not is_real:
         return section == "tensors"

@@ -52,7 +52,7 @@ _SHOWN = 4  # maximum number of errors that a message lists
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return the ``__cause__`` for a new error: ``error``, or its own cause if the new error repeats its message."""
+    """Return the ``__cause__`` for a new error: ``error``, or the cause of ``error`` if both have the same message."""
     return error.__cause__ if isinstance(error, CheckpointError) else error
 
 
@@ -78,7 +78,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
-    """Call ``act``; return the message for rank 0 and the exception, if any (not raised yet: other ranks wait)."""
+    """Call ``act``. Return the message for rank 0, and the exception, if any, for the caller to raise later."""
     try:
         return pickle.dumps((act(), None)), None
     except BaseException as error:
@@ -88,7 +88,7 @@ def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
 def _answer(
     posts: Sequence[bytes], answer: Callable[[list[T]], Sequence[U]]
 ) -> tuple[list[bytes], BaseException | None]:
-    """Return the message from rank 0 to each rank, and the exception that ``answer`` has raised, if any."""
+    """Return the message for each rank, and the exception that ``answer`` has raised, if any. Called on rank 0."""
     failure: BaseException | None = None
     try:
         values, found = zip(*map(pickle.loads, posts), strict=True)
@@ -108,13 +108,13 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _head(data: bytes = b"") -> torch.Tensor:
-    """Return the fixed-size first part of a message: the length and the first bytes. Short messages fit completely."""
+    """Return the fixed-size first part of a message: its length and first bytes. A short message fits completely."""
     head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_HEAD_BYTES]
     return _as_tensor(head.ljust(_LENGTH_BYTES + _HEAD_BYTES))
 
 
 def _read_head(head: torch.Tensor) -> tuple[bytes, int]:
-    """Return the first bytes of a message, and the length of the whole message, from its fixed-size first part."""
+    """Parse the fixed-size first part of a message. Return the first bytes, and the length of the whole message."""
     data = bytes(view_of(head))
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     return data[_LENGTH_BYTES:][:length], length
@@ -154,7 +154,7 @@ class RankGroup:
         self.rank, self.size, self.numbers = dist.get_rank(self.group), len(ranks), range(len(ranks))
 
     def _await_all(self, training: Any, size: int) -> Callable[[], object]:
-        """Wait until all ranks construct this object. Return a function that deletes this rank's key in the store."""
+        """Wait until all ranks construct a group. Return a function that deletes this rank's key from the store."""
         store = self._store = PrefixStore(resources_of(training).next_name("ranks"), training.get_group_store())
         rank, ends = dist.get_rank(training), time.monotonic() + _TOGETHER_S
         store.set(str(rank), "")
@@ -184,7 +184,7 @@ class RankGroup:
             global_ranks.reset(token)
 
     def name(self, *ranks: int) -> str:
-        """Return a text for messages that names the given ranks of this group by their global ranks."""
+        """Format the given ranks of this group as global ranks, for use in messages."""
         with self.naming():
             return name_ranks(ranks)
 
@@ -198,7 +198,7 @@ class RankGroup:
             raise CheckpointError("The Checkpointer was constructed before init_process_group. Construct it later.")
 
     def is_first(self, what: str) -> bool:
-        """Return whether no other rank has called this method with ``what`` yet. Not collective."""
+        """Return whether this is the first call with ``what`` on any rank. Not collective."""
         return self.size == 1 or self._ask(lambda: int(self._store.add(f"first/{what}", 1))) in (1, None)
 
     @property
@@ -280,7 +280,7 @@ class RankGroup:
             self._ask(lambda: self._store.delete_key(key))
 
     def end(self, why: str) -> None:
-        """Make every exchange on this rank fail with the message ``why``, even an exchange that is in progress.
+        """Make all exchanges on this rank fail with the message ``why``, including one in progress.
 
         Does not contact other ranks or the rendezvous store. Any thread. Not collective.
         """

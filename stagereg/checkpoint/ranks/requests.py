@@ -56,7 +56,7 @@ class OperationLog:
                 self._store.set(str(self._number), f"{position_in(self._group)} {what}")
 
     def take_next(self) -> str | None:
-        """On a rank that has left its loop, return the next operation and mark it as processed, or return ``None``."""
+        """Take the next operation from the log, or return ``None``. Called on a rank that has left its loop."""
         with self._lock:
             entry = self._next()
             if entry is None:
@@ -65,7 +65,7 @@ class OperationLog:
             return entry[1]
 
     def take_missed(self) -> str | None:
-        """Return an operation that this rank has missed, or ``None``. Called about once per second, on any thread."""
+        """Take an operation that this rank has missed, or return ``None``. Called about once per second, any thread."""
         with self._lock:
             entry = self._next()
             if entry is None or entry[0] >= position_in(self._group):
@@ -91,9 +91,9 @@ def position_in(group: dist.ProcessGroup | None) -> int:
 class ShutdownBarrier:
     """The barrier at the end of a run: each rank waits there for all others before the last save.
 
-    A waiting rank does not take part in training. If another rank has run more collectives than the first waiting rank,
-    the two cannot reach the end after the same step. The other rank then reports this, and the waiting ranks raise an
-    error.
+    A waiting rank does not take part in training. If a rank that still trains has run more collectives than the first
+    waiting rank, these two ranks cannot reach the end after the same step. The training rank then reports this, and
+    the waiting ranks raise an error.
 
     Args:
         group: the process group that trains. ``None`` for a single process.

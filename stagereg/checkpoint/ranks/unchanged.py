@@ -2,8 +2,8 @@
 
 The plan of a save, and the file offsets of its values, are large objects, but do not change while the shapes of the
 state do not change. Each rank compares its objects, here called *parts*, with the previous save. One all-reduce
-determines whether a part has changed on any rank. If so, all ranks send all parts. Otherwise rank 0 uses the result of
-the previous save, so its memory and time do not grow with the number of ranks and tensors.
+determines whether a part has changed on any rank. If so, all ranks send all parts. Otherwise rank 0 reuses its result
+from the previous save, so the memory and time of rank 0 do not grow with the number of ranks and tensors.
 """
 
 from __future__ import annotations

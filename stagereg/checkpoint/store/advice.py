@@ -1,4 +1,4 @@
-"""Advice for the user after storage errors such as a full disk; finds these errors also as causes of other errors."""
+"""Advice for the user after storage errors such as a full disk, also if such an error caused another exception."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def advice(error: BaseException, root: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error``, its causes and contexts, and the ranks' errors in a ``CheckpointException``, each only once."""
+    """Yield ``error``, and all causes, contexts and ``CheckpointException`` items of it. Each error comes only once."""
     found: list[BaseException | None] = [error]
     seen: set[int] = set()
     while found:

@@ -33,7 +33,7 @@ class Sink(Protocol):
         """Make the complete file durable. Called after the last write, before :meth:`close`."""
 
     def close(self, whole: bool) -> None:
-        """Close the file. ``whole`` is False if not all bytes were written, so the file is invalid. Raises nothing."""
+        """Close the file. ``whole``: whether all bytes were written; otherwise the file is invalid. Raises nothing."""
 
 
 class Files(Protocol):
@@ -50,10 +50,10 @@ class Files(Protocol):
         """Whether all machines see the same files, as far as this machine can determine."""
 
     def attempt(self, doing: str, path: str, act: Callable[[], T]) -> T:
-        """Return the result of ``act``, which is called again after a network error; ``doing`` is for messages."""
+        """Return ``act()``. After a network error, ``act`` is called again. ``doing``: the action, for messages."""
 
     def in_time(self, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-        """Return the result of ``act``, or raise ``TimeoutError``; ``give_back`` then gets the late result, if any."""
+        """Return ``act()``, or raise ``TimeoutError``. A result after the timeout is passed to ``give_back``."""
 
     def fetch(self, path: str, part: range) -> bytes:
         """Read the byte range ``part`` of a file in one request."""
@@ -90,7 +90,7 @@ class Backend(Files, Protocol):
         """
 
     def resolve(self, path: str) -> str:
-        """Return ``path``, or the directory that it points to if it is the ``latest`` link (:meth:`point`)."""
+        """Return ``path``. If ``path`` is the ``latest`` link (:meth:`point`), return the link's target instead."""
 
     def read(self, path: str) -> bytes:
         """Read a small file. Raises ``FileNotFoundError``, or ``UnfitFileError`` if it is not a regular file."""
@@ -102,7 +102,7 @@ class Backend(Files, Protocol):
         """Return the owner of the lock, or ``None`` if the root is not locked. Returns immediately, without locking."""
 
     def lock(self) -> StoreLock:
-        """Lock the root directory, and create it if necessary. Raises: ``CheckpointError``, ``OSError``."""
+        """Lock the root directory; create it if missing. Raises ``CheckpointError`` if another run holds the lock."""
 
     def write(self, path: str, data: bytes) -> None:
         """Write a small file, not atomically: concurrent readers may see a partly written file."""
@@ -124,10 +124,10 @@ class Backend(Files, Protocol):
         """Atomically make the link ``latest`` point to the directory ``name`` in the root."""
 
     def link(self, checkpoint: Checkpoint) -> str:
-        """Atomically link a checkpoint under its name without token. Return the new path, or ``""`` if it exists."""
+        """Atomically link a checkpoint under its name without token. Return the path, or ``""`` if that is taken."""
 
     def hide(self, each: VerificationResult) -> str:
-        """Atomically rename a checkpoint to a hidden path, and return it for :meth:`discard` or :meth:`bring_back`."""
+        """Atomically rename a checkpoint to a hidden path. Return it, for :meth:`discard` or :meth:`bring_back`."""
 
     def bring_back(self, each: VerificationResult, hidden: str) -> None:
         """Atomically rename a hidden checkpoint to its former path, which undoes :meth:`hide`."""

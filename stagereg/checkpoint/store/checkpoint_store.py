@@ -68,7 +68,7 @@ class CheckpointStore:
         return conditions.complete(found), damaged
 
     def of_torch(self, every: bool = False) -> list[VerificationResult]:
-        """Check the file sizes of the checkpoints of plain torch, named ``step-N`` unless ``every`` is set."""
+        """Check the file sizes of plain torch's checkpoints: those named ``step-N``, or all if ``every`` is set."""
         return conditions.of_torch(self.backend, every)
 
     def look(self, path: str, content: bool = False) -> VerificationResult:
@@ -113,7 +113,7 @@ class CheckpointStore:
     def note(self, name: str, needed: bool = False) -> bytes:
         """Return the content of a small file in the root directory, or ``b""`` if the file does not exist.
 
-        For a directory or a link, log a warning and return ``b""``, or raise ``UnfitFileError`` if ``needed``.
+        If it is a directory or a link: raise ``UnfitFileError`` if ``needed``, otherwise warn and return ``b""``.
         """
         path = f"{self.root}/{name}"
         try:
@@ -127,13 +127,13 @@ class CheckpointStore:
             return b""
 
     def leftovers(self) -> list[str]:
-        """Return the paths of unfinished saves: of killed runs, and of a run that is saving now."""
+        """Return the paths of unfinished saves. They belong to killed runs, or to a run that is saving now."""
         return conditions.leftovers(self.backend)
 
     # -- writing
 
     def holder(self) -> Owner | None:
-        """Return the owner of the lock, or ``None`` if it is not locked. Returns immediately, without locking."""
+        """Return the owner of the lock, or ``None`` if no run holds it. Returns immediately, without locking."""
         return self.backend.holder()
 
     def last_serial(self) -> int:
@@ -243,7 +243,7 @@ class CheckpointStore:
         return made
 
     def _expect_stored(self, made: Checkpoint, put: Sequence[str]) -> str:
-        """Raise ``CheckpointError`` if manifest, file sizes, or content of the files ``put`` differ from the commit.
+        """Raise ``CheckpointError`` if manifest, file sizes, or the content of files in ``put`` are not as committed.
 
         Return an error message if the files could not be accessed, and ``""`` if they are correct.
         """

@@ -38,7 +38,7 @@ def conditions(backend: Backend) -> list[VerificationResult]:
 
 
 def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
-    """Return the checkpoints that plain torch wrote, named ``step-N`` unless ``every`` is set.
+    """Return the checkpoints that plain torch wrote: those named ``step-N``, or all if ``every`` is set.
 
     The list is empty if no extension is installed that reads such directories (:mod:`.foreign`).
     """
@@ -49,14 +49,14 @@ def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
 
 
 def leftovers(backend: Backend) -> list[str]:
-    """Return the paths of unfinished saves: of killed runs, and of a run that is saving now."""
+    """Return the paths of unfinished saves. They belong to killed runs, or to a run that is saving now."""
     if backend.in_place:
         return sorted(each.path for each in _steps(backend) if _is_begun(backend, each))
     return sorted(f"{backend.root}/{name}" for name in backend.list(backend.root) if _LEFTOVER.fullmatch(name))
 
 
 def complete(found: list[VerificationResult]) -> list[Checkpoint]:
-    """Return the complete checkpoints, newest first. If a checkpoint has two names, only the shorter is listed."""
+    """Return the complete checkpoints, newest first. A checkpoint with two names is listed by its shorter name."""
     those = [each.checkpoint for each in found if each.checkpoint is not None]
     those.sort(key=lambda each: (each.manifest.order, -len(each.name)))
     return [*{each.key: each for each in those}.values()][::-1]
@@ -80,7 +80,7 @@ def _is_begun(backend: Backend, each: VerificationResult) -> bool:
 
 
 def _settled(look: Callable[[], list[VerificationResult]]) -> list[VerificationResult]:
-    """Repeat a check that finds errors until the result is stable, because a run may change checkpoints meanwhile."""
+    """Repeat a check with errors until two results are equal: a run may change checkpoints during the check."""
     found = look()
     while any(each.damages for each in found) and (again := look()) != found:
         found = again
@@ -102,7 +102,7 @@ def _look(backend: Backend, path: str, reads_torch: bool = True) -> Verification
 
 
 def _manifest(backend: Backend, path: str, there: int | str) -> Manifest | str:
-    """Return the manifest in a directory, or an error message; ``there``: the listed size of the file, or its error."""
+    """Return the manifest in a directory, or an error message. ``there``: the manifest file's size, or an error."""
     if isinstance(there, str):
         return there
     if there > _MANIFEST_BYTES:

@@ -175,7 +175,7 @@ class Directory(LocalFiles):
         return left
 
     def _hidden(self, name: str) -> str:
-        """Return a new hidden path for a directory. If a run is killed, the next run deletes the directory."""
+        """Return a new hidden path for a directory. If this run is killed, the next run deletes that directory."""
         return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
 
 

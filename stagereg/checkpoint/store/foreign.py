@@ -22,7 +22,7 @@ class ForeignFormat(Protocol):
     """A reader for checkpoints of another program. An extension lists its readers in ``FORMATS`` in ``foreign.py``."""
 
     def look(self, backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-        """Check another program's checkpoint, and return a result with a manifest; ``there``: file sizes by name."""
+        """Check another program's checkpoint, and return a result with a manifest. ``there``: file sizes by name."""
         ...
 
     def expect_none(self, path: str) -> None:
@@ -37,7 +37,7 @@ def foreign_formats() -> Iterator[ForeignFormat]:
 
 
 def is_foreign(path: str, names: Collection[str]) -> bool:
-    """Return whether plain torch wrote a directory with the files ``names``; its name then has no random suffix."""
+    """Return whether plain torch wrote a directory, according to the directory's name and its file names."""
     name = path.rpartition("/")[2]
     has_token = step_of(name) is not None and name != plain_name(name)
     return not has_token and not {MANIFEST, _INDEX} & {*names} and bool({METADATA, CHECKSUMS} & {*names})

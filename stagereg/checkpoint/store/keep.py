@@ -43,7 +43,7 @@ class KeepRule(Protocol):
 @register("keep", "policy")
 @dataclass(frozen=True)
 class Keep:
-    """Retention policy: a complete checkpoint is retained if one of the rules selects it and the budget has room.
+    """Retention policy: retains complete checkpoints that a rule selects, as long as their total size fits the budget.
 
     Args:
         newest: number of newest checkpoints to retain, at least 1.
@@ -89,7 +89,7 @@ class Keep:
         return GuardedRule(keep) if isinstance(keep, KeepRule) else cls(keep)
 
     def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-        """Map the path of each retained checkpoint, newest first, to a short reason; see :meth:`KeepRule.select`."""
+        """Map the path of each retained checkpoint to a short reason, newest first; see :meth:`KeepRule.select`."""
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         why: dict[str, list[str]] = {each.path: [] for each in newest_first}
         for each in newest_first[: self.newest]:
@@ -114,7 +114,7 @@ class Keep:
         yield from providers("rating") if self.best else ()
 
     def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
-        """Yield warnings for the user after ``made`` was committed, and the checkpoints ``old`` were deselected."""
+        """Yield warnings for the user. ``made``: the newest checkpoint. ``old``: checkpoints that it made obsolete."""
         root = made.path.rpartition("/")[0]
         for module in self._raters():
             yield from module.warnings(self, root, old)
@@ -141,7 +141,7 @@ class GuardedRule:
             ) from None
 
     def select(self, checkpoints: Iterable[Checkpoint], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-        """Return the result of the custom rule, with the newest checkpoint added; log the first error of the rule."""
+        """Return the selection of the custom rule, plus the newest checkpoint. The rule's first error is logged."""
         newest_first = sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
         paths = [each.path for each in newest_first]
         try:

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class Lease:
     """A lease file of this process. A thread renews the file until :meth:`end` is called or the lease is freed.
 
-    ``read`` is necessary if another lease may replace the file; this lease then neither renews nor deletes the file.
+    ``read`` is necessary if another lease may replace the file. After that, this lease does not change the file.
     """
 
     def __init__(

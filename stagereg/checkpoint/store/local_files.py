@@ -30,7 +30,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Convert a path or ``file://`` URL to an absolute path; ``~`` is the user's home. Raises: ``ConfigError``."""
+    """Make a path or ``file://`` URL absolute. Raises ``ConfigError`` for another machine or an unknown ``~user``."""
     if isinstance(path, str) and path.startswith(FILE_URL) and not path.startswith(f"{FILE_URL}/"):
         raise ConfigError(f"{path} names another machine. Write a directory of this machine as file:///runs.")
     expanded = os.path.expanduser(os.fspath(path).removeprefix(FILE_URL))

@@ -1,4 +1,4 @@
-"""Finds the checkpoints at a path or URL from the user, which names a checkpoint directory or one checkpoint."""
+"""Finds the checkpoints at a path or URL from the user: a checkpoint directory, or a single checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagereg.errors import CheckpointError, CorruptCheckpointError, listed
 
 @dataclass(frozen=True)
 class Located:
-    """The results of checking all checkpoints of a directory, highest step first, or ``one`` checkpoint by its path."""
+    """The checked checkpoints of a directory, highest step first. ``one``: the user gave the path of one checkpoint."""
 
     store: CheckpointStore
     conditions: Sequence[VerificationResult]
@@ -27,8 +27,8 @@ class Located:
 def located(target: str, empty: bool = False, every_name: bool = False) -> Located:
     """Return the checkpoints at a path or URL. ``empty``: a directory with only unfinished saves is accepted.
 
-    Checkpoints of plain torch are included if their directories are named ``step-N``, or all if ``every_name`` is set.
-    Raises: ``CheckpointError`` if there is no checkpoint, or the path cannot be accessed; ``ConfigError``.
+    Checkpoints of plain torch are included if their directories are named ``step-N``, or if ``every_name`` is set.
+    Raises ``CheckpointError`` if no checkpoint is found, or the path cannot be accessed; ``ConfigError`` for a bad URL.
     """
     try:
         name = target.rstrip("/").rpartition("/")[2]
@@ -68,7 +68,7 @@ def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationR
 def with_those_of_torch(
     own: Sequence[VerificationResult], of_torch: Sequence[VerificationResult]
 ) -> list[VerificationResult]:
-    """Insert checkpoints of plain torch into the newest-first list ``own``, by the time of writing and then by step."""
+    """Insert plain torch's checkpoints into the newest-first list ``own``, ordered by time of writing, then step."""
 
     def age(each: VerificationResult) -> tuple[float, float]:
         return (inf, inf) if each.manifest is None else (each.manifest.time, each.manifest.step)
@@ -91,9 +91,9 @@ def _falling(each: VerificationResult) -> int:
 
 
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:
-    """Return the newest valid checkpoint, and the newer invalid checkpoints. ``verify``: compare all checksums.
+    """Return the newest valid checkpoint, and all invalid checkpoints that are newer. ``verify``: compare checksums.
 
-    No run deletes the checkpoint before ``reading`` is closed. Raises: ``CheckpointError``, ``ConfigError``.
+    No run deletes the checkpoint before ``reading`` is closed. Raises ``CheckpointError`` if none is valid.
     """
     found = located(target)
     passed: list[VerificationResult] = []

@@ -120,7 +120,7 @@ class StoreLock:
         return bool(self._process)
 
     def check(self) -> None:
-        """Check that this run still holds the lock. Thread-safe. Raises: ``CheckpointError`` if not; ``OSError``."""
+        """Raise ``CheckpointError`` if this run has lost the lock, ``OSError`` if that is unknown. Thread-safe."""
         if not self._process:
             raise CheckpointError(f"This run has released the lock of {self.root}, so it must not write there.")
         if self._is_ours():
@@ -152,7 +152,7 @@ class StoreLock:
             self.release()
 
     def _take(self, waited: float) -> bool:
-        """Try to acquire the lock, after ``waited`` seconds; raise an exception if further tries cannot succeed."""
+        """Try to acquire the lock. Raises an error if retries cannot help. ``waited``: seconds since the first try."""
         return self._make()
 
     def _make(self) -> bool:
@@ -182,7 +182,7 @@ class StoreLock:
         return ours
 
     def _share(self) -> None:
-        """Let other users of the directory write to the file, because it remains if this run is killed."""
+        """Let other users of the directory write to the lock file, because the file remains if this run is killed."""
         with contextlib.suppress(OSError):  # another user owns the file, or the file system has no modes
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0
@@ -233,7 +233,7 @@ class StoreLock:
 
 
 def holder(root: str | os.PathLike[str]) -> Owner | None:
-    """Return the owner of a local directory's lock, or ``None`` if it is not locked. Returns immediately."""
+    """Return the owner of a local directory's lock, or ``None`` if no run holds it. Returns immediately."""
     return _held.get(_key(root)) or _other(os.path.join(root, LOCK))
 
 

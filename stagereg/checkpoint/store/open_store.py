@@ -19,12 +19,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
-    """Return the checkpoint store at a path or URL. Does not access disk or network. Raises: ``ConfigError``."""
+    """Return the checkpoint store at a path or URL, without I/O. Raises the errors of :func:`backend_of`."""
     return CheckpointStore(backend_of(dir))
 
 
 def backend_of(path: str | os.PathLike[str]) -> Backend:
-    """Return the storage backend for a path or URL. Does not access disk or network. Raises: ``ConfigError``."""
+    """Return the backend for a path or URL, without I/O. Raises ``ConfigError`` if the path or URL is unsupported."""
     if not (isinstance(path, str) and is_url(path)):
         return Directory(local_path(path))
     for each in providers("backends"):
@@ -40,7 +40,7 @@ def local_part(path: str | os.PathLike[str]) -> Path | None:
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
-    """Return the store that contains the given checkpoint, or the given link ``latest``. Raises: ``ConfigError``."""
+    """Return the store that contains the given checkpoint or ``latest`` link. Raises: see :func:`backend_of`."""
     if isinstance(checkpoint, str) and is_url(checkpoint):
         above = checkpoint.rstrip("/").rpartition("/")[0]
         return open_store(above if above.partition("://")[2].strip("/") else checkpoint)
@@ -48,5 +48,5 @@ def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
 
 
 def path_or_url(path: str) -> Path | str:
-    """Convert a path from a store to the form for users: a ``Path``, or a URL as a string."""
+    """Convert a path string from a store to a ``Path``. A URL is returned unchanged."""
     return path if is_url(path) else Path(path)

@@ -49,7 +49,7 @@ class Readers:
             lease.end()
 
     def found(self, delete: bool = False) -> dict[str, list[LeaseRecord]]:
-        """Return the current leases by checkpoint name. ``delete``: delete expired leases, which requires the lock.
+        """Return the current leases by checkpoint name. If ``delete``, delete expired leases; the lock must be held.
 
         A lease expires if its process on this machine has ended, or if the file has not changed for a minute.
         """
@@ -82,7 +82,7 @@ def reader_name(checkpoint: str) -> str:
 
 
 def _being_read(name: str) -> str | None:
-    """Return the checkpoint that a lease file protects, or ``None`` if ``name`` is not the name of a lease file."""
+    """Return the name of the checkpoint that a lease file protects, or ``None`` for the name of any other file."""
     name = temporary_of(name) or name
     checkpoint, _, token = name.removeprefix(_PREFIX).rpartition(".")
     return checkpoint if name.startswith(_PREFIX) and token and step_of(checkpoint) is not None else None

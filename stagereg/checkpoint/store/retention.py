@@ -65,14 +65,14 @@ class Retention:
     def retire(
         self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
     ) -> list[VerificationResult]:
-        """Hide the checkpoints ``before`` that are obsolete after the commit of ``made``; return all that remain."""
+        """Hide the checkpoints in ``before`` that the new one, ``made``, makes obsolete. Return the visible ones."""
         if not self._backend.in_place and made.name != plain_name(made.name):
             self._again.add(made.manifest.step)
         self._why, old = self._choose(before, made, keep)
         return [*self._remove(before, old), VerificationResult(made.path, made.manifest)]
 
     def use_plain_names(self, there: list[VerificationResult]) -> dict[str, str]:
-        """Rename steps that were saved again to ``step-N``, if that name is free; map the old paths to the new paths.
+        """Rename steps that were saved again to ``step-N``, if the name is free. Return the new paths by old path.
 
         ``latest`` points to a complete checkpoint at any time. Also record why checkpoints are retained.
         """
@@ -97,7 +97,7 @@ class Retention:
         return plain
 
     def settle(self, lock: StoreLock) -> None:
-        """At the end of a run, rename steps that were saved again to ``step-N``, if a reader prevented this earlier."""
+        """At the end of a run, call :meth:`use_plain_names` again if readers have prevented some of the renames."""
         if self._again:
             lock.check()
             found = [each for each in conditions(self._backend) if each.step in self._again]
@@ -120,7 +120,7 @@ class Retention:
     def _choose(
         self, before: list[VerificationResult], made: Checkpoint, keep: Keep | GuardedRule
     ) -> tuple[dict[str, str], Collection[str]]:
-        """Return the paths of the retained checkpoints with the reasons, and the paths of the checkpoints to hide."""
+        """Return the reason for each retained checkpoint, by path, and the paths of the checkpoints to hide."""
         step = made.manifest.step
         self.distrusted.discard(made.path)
         spared = self.spared & {each.path for each in before if each.step is not None and each.step > step}
@@ -135,7 +135,7 @@ class Retention:
         return why | dict.fromkeys(spared, "earlier run"), old
 
     def _remove(self, before: list[VerificationResult], old: Collection[str]) -> list[VerificationResult]:
-        """Hide each checkpoint with a path in ``old`` that is not being read; return the visible ones of ``before``."""
+        """Hide the checkpoints in ``before`` with a path in ``old``, unless they are being read. Return all others."""
         if not old:
             return before
         read = self._readers.found(delete=True)
@@ -155,7 +155,7 @@ class Retention:
         return [each for each in before if each.path not in gone]
 
     def _is_ours(self, each: VerificationResult) -> bool:
-        """Return whether a directory contains checkpoint files; a user's directory may also be named ``step-N``."""
+        """Return whether a ``step-N`` directory contains checkpoint files, rather than unrelated files of a user."""
         there = {MANIFEST} if each.manifest is not None else self._backend.list(each.path).keys()
         if there and not _FILES & there:
             where = self._backend.root
@@ -164,7 +164,7 @@ class Retention:
         return True
 
     def _bring_back(self) -> set[str]:
-        """Make hidden checkpoints visible again if they are being read; return the former paths of all others.
+        """Make hidden checkpoints that are being read visible again. Return the former paths of the other hidden ones.
 
         If listing the leases fails, the next call tries again.
         """
@@ -198,7 +198,7 @@ class Retention:
 
 
 def _replaced(found: list[VerificationResult], by: list[Checkpoint]) -> set[str]:
-    """Return the paths of checkpoints that are replaced by a newer checkpoint of the same step in ``by``."""
+    """Return the paths of those checkpoints in ``found`` for which ``by`` has a newer checkpoint of the same step."""
     last: dict[int | None, Checkpoint] = {each.manifest.step: each for each in reversed(by)}
 
     def is_older(each: VerificationResult, than: Checkpoint) -> bool:

@@ -46,7 +46,7 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
 
 
 def note_job(store: CheckpointStore) -> None:
-    """Record in the directory that this sweep job uses it. The directory must be locked."""
+    """Record in the checkpoint directory that this sweep job uses it. The directory must be locked."""
     if (own := _own_job()) is not None:
         store.backend.replace(SWEEP_JOB, f"{json.dumps(own)}\n".encode())
 
