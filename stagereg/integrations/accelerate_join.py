@@ -8,8 +8,10 @@ not match. So this module records the calls to accelerate in each step, and late
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +50,10 @@ class AcceleratorJoin:
         enable = not (accelerator.even_batches if even_batches is None else even_batches)
         with contextlib.ExitStack() as after:
             if even_batches is not None:
-                after.callback(_override_even_batches(accelerator._dataloaders, even_batches))
+                _override_even_batches(after, accelerator._dataloaders, even_batches)
+            elif not enable:
+                check = partial(_expect_prepared, accelerator.gradient_state, itertools.count())
+                after.callback(_replace(accelerator, "backward", check))
             noted = self._last_step.noted(accelerator, models[0]) if enable else contextlib.nullcontext()
             with Join([*models, *others, self._last_step.repeat], enable, mode="counted") as join, noted:
                 yield join
@@ -139,17 +144,22 @@ def _replace(owner: Any, name: str, by: Callable[..., Any]) -> Callable[[], None
     return lambda: setattr(owner, name, before) if own else delattr(owner, name)
 
 
-def _override_even_batches(loaders: Sequence[Any], even: bool) -> Callable[[], None]:
-    """Set ``even_batches`` of the data loaders, as accelerate does. Return a function that restores the old values."""
+def _expect_prepared(state: Any, steps: Iterator[int], before: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Call ``backward``. Raises: ``JoinError`` in the first step of a loop over a loader that was not prepared."""
+    if next(steps) == 0 and not state.in_dataloader:  # later batches may come from a buffer
+        raise JoinError(
+            "join_uneven_inputs cannot join a loop over a loader that accelerator.prepare has not returned while "
+            "even_batches is True. Prepare the loader and use DataLoaderConfiguration(even_batches=False), or pass "
+            "even_batches=False to join_uneven_inputs; True if all ranks have the same number of batches."
+        )
+    return before(*args, **more)
+
+
+def _override_even_batches(after: contextlib.ExitStack, loaders: Sequence[Any], even: bool) -> None:
+    """Set ``even_batches`` of the data loaders, as accelerate does; ``after`` restores the old values."""
     sampled = [each.batch_sampler for each in loaders if not isinstance(each, DataLoaderDispatcher)]
     if len(sampled) < len(loaders):
         warnings.warn("even_batches only affects map-style datasets. Dispatched data loaders ignore it.", stacklevel=5)
-    before = [(each, each.even_batches) for each in sampled if hasattr(each, "even_batches")]
-    for each, _ in before:
+    for each in (each for each in sampled if hasattr(each, "even_batches")):
+        after.callback(setattr, each, "even_batches", each.even_batches)
         each.even_batches = even
-
-    def undo() -> None:
-        for each, value in before:
-            each.even_batches = value
-
-    return undo

@@ -649,7 +649,7 @@ def drifts(rank: int, world_size: int, how: str) -> str:
     with pytest.raises(JoinError) as error:  # noqa: PT012
         if how == "accumulates":
             accelerator.gradient_accumulation_steps = 2
-        with accelerator.join_uneven_inputs([program.model], even_batches=False):
+        with accelerator.join_uneven_inputs([program.model], even_batches=None if how == "not prepared" else False):
             for x in batches(rank, 0)[: 0 if how == "no batch" and rank == 0 else 9]:
                 program.step(x)
             if how == "schedule":
@@ -664,6 +664,7 @@ def drifts(rank: int, world_size: int, how: str) -> str:
     [
         ("accumulates", "gradient_accumulation_steps of 1"),
         ("no batch", "This rank has had no batch yet"),
+        ("not prepared", r"cannot join a loop over a loader.*pass even_batches=False to join_uneven_inputs"),
         ("schedule", r"their scheduler counts: rank 0 has \[16\], rank 1 has \[12\]"),
         ("clips once", r"the calls of their last step: rank 0 has .'clip_grad_norm_\(0.5\)', 'step of optimizer 0'"),
     ],
@@ -685,6 +686,39 @@ def loops_as_accelerate(rank: int, world_size: int) -> list[Any]:
                 program.step(x)
     assert vars(program.optimizer)["step"] is own
     return [*lengths, sampler.even_batches, program.counter.n]
+
+
+def loops_rightly(rank: int, world_size: int) -> int:
+    program = Program(join=True)
+    join, evaluated = program.accelerator.join_uneven_inputs, program.accelerator.prepare(DataLoader(range(4)))
+    for even, loader in ((None, program.loader), (None, buffered(program.loader)), (True, program.loader.dataset)):
+        with join([program.model], even_batches=even):
+            with torch.no_grad():
+                program.model(torch.ones(1, 4, dtype=torch.double))
+            for i, (x,) in enumerate(loader):
+                for _ in evaluated:
+                    break
+                for _ in evaluated:
+                    pass
+                program.step(x)
+                if i == 3:
+                    break
+    assert "backward" not in vars(program.accelerator)
+    return program.counter.n
+
+
+def buffered(loader: Any) -> Iterator[Any]:
+    """Take two batches ahead, as a loader that prefetches does."""
+    ahead: list[Any] = []
+    for batch in loader:
+        ahead.append(batch)
+        if len(ahead) > 2:
+            yield ahead.pop(0)
+    yield from ahead
+
+
+def test_loops_with_even_batches_are_not_refused() -> None:
+    assert run_ranks(loops_rightly, 2, timeout_s=LIMIT_S) == [12, 12]
 
 
 def test_even_batches_are_overridden_as_accelerate_does() -> None:
