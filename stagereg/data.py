@@ -403,7 +403,7 @@ def _sum_of(dealt: Iterable[tuple[int, list[int]]], epoch: int) -> int:
 
 
 def _past(state: Mapping[str, Any], epoch: int, share: int) -> int:
-    """Return how many of its ``share`` samples in an epoch a rank has consumed."""
+    """Return how many samples a rank has consumed in an epoch, at most ``share`` (the number assigned to the rank)."""
     if state["epoch"] == epoch:
         return state["consumed"]
     return share if state["epoch"] > epoch else 0

@@ -293,7 +293,7 @@ def _configured(entry: Entry) -> type[Contract] | str:
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
-    """Return the contract of a component: the one with its name, or the only one if the kind has one component."""
+    """Return the contract with the component's name, or the only contract if the kind has one component."""
     base = _KINDS.get(entry.kind)
     fitting = [contract for contract in contracts if base is not None and _is_contract(contract, base)]
     name = entry.name.replace("_", "").replace("-", "").lower()

@@ -152,7 +152,7 @@ def _package(name: str) -> tuple[list[str], list[Case]] | None:
 
 
 def _project(folder: Path) -> tuple[list[str], list[Case]]:
-    """Return the same as :func:`_package` for a package in a folder, whose metadata is added to ``sys.path``."""
+    """Like :func:`_package`, for a package in a folder. Adds the folder of the package's metadata to ``sys.path``."""
     described = folder / "pyproject.toml"
     try:
         project = tomllib.loads(described.read_text()).get("project", {}) if described.is_file() else {}

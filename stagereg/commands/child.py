@@ -1,4 +1,4 @@
-"""Calls a function in a child process, so that a function that crashes, hangs or exits does not affect the caller.
+"""Calls a function in a child process, so that its crash, hang or exit does not affect the caller.
 
 The child has the ``sys.path`` of this process. It is the leader of a new session, and terminates when this process
 terminates. Its output goes to a file. If it hangs, ``faulthandler`` dumps its stack. Unlike ``run_ranks``, it does not

@@ -34,7 +34,7 @@ def run(asked: argparse.Namespace) -> int:
     """Run the ranks of this machine. Return 0, or the exit code of the first rank that failed (128 + N for signal N).
 
     Raises:
-        LaunchError: The machines cannot connect, or the machine of the rendezvous has failed.
+        LaunchError: The machines cannot connect, or the machine that hosts the rendezvous has failed.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -299,4 +299,4 @@ def _others(path: Path) -> list[str]:
 
 
 def _hidden(store: Path) -> Path:
-    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # If this run is killed, the next run deletes this name.
+    return store / f".step-{0:08d}.{secrets.token_hex(8)}.tmp"  # the next run deletes it, if this run is killed

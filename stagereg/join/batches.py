@@ -3,7 +3,7 @@
 The empty form of a common batch is ``batch[:0]``. This works for nested dicts, lists, tuples, named tuples and
 dataclasses of tensors and arrays, and for lists of samples. Types, dtypes, devices and all other dimensions stay the
 same, so the loop body runs on an empty batch as on any other. Programs register :func:`empty_batch` for their own
-classes. For any other object, an error contains its path in the batch, and how to pass an empty batch.
+classes. For any other object, the error names its path in the batch, and tells how to pass an empty batch.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _BY_FIRST = Layout()
 def samples_in(batch: Any, layout: Layout | None = None) -> int | None:
     """Return the number of samples of a batch, from its first tensor, array or list of samples.
 
-    Returns ``None`` if the search depth contains no such item. Never raises.
+    Returns ``None`` if the first levels of nesting contain no such item. Never raises.
     """
     try:
         return next(_sizes(batch, layout or _BY_FIRST, _DEPTH, _WIDTH, is_root=True), None)
@@ -111,8 +111,8 @@ def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None
     """Return a copy of ``batch`` without samples, in its own memory, so that the batch can be freed.
 
     * The sample dimension of tensors and NumPy arrays gets size 0; 0-dimensional tensors and arrays stay unchanged.
-    * A list of samples becomes empty: a list that contains no tensor or array at any depth, such as a list of strings,
-      or a list of similar items that cannot be fields. Any other list is treated as the fields of a batch and keeps its
+    * A list of samples becomes empty. Such a list contains no tensor or array at any depth (a list of strings), or
+      similar items that cannot be fields. Any other list is treated as the fields of a batch and keeps its
       length, like named tuples, dataclasses and dicts.
     * Objects of a class registered with :func:`empty_batch` are replaced by the function's result.
     * Numbers, strings and other constants stay unchanged.
@@ -288,7 +288,7 @@ def _signature(thing: Any, shapes: bool = False) -> Any:
 def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
     """Return whether the items of a list are samples, not the fields of a batch.
 
-    The fields of a batch have the same first size: ``size``, the first size of a tensor next to the list, if any.
+    All fields of a batch have the same first dimension. ``size``: that dimension of a tensor next to the list, if any.
     """
     items = list(islice(things, _WIDTH))
     if not any(map(_holds_tensors, items)):

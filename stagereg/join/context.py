@@ -409,7 +409,7 @@ def configured(
 
 
 def _why_torchs(joinables: Sequence[Joinable]) -> str:
-    """Return why ``join.iterate`` is unavailable if the first joinable announces steps through torch's ``Join``."""
+    """If the first joinable announces steps through torch's ``Join``, return why ``join.iterate`` is unavailable."""
     first = type_name(joinables[0])
     own = next((type_name(each) for each in joinables if isinstance(each, TrackedJoinable)), None)
     advice = f"List the {own} before the {first}" if own else f"Derive {first} from stagereg.Joinable"

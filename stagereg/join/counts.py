@@ -75,8 +75,8 @@ class SampleCounter:
         """Return the ``n`` to use, when the program calls ``join.mean`` with ``n`` and a loss sum of ``total``.
 
         A program that accumulates losses passes the ``n`` of several batches, and may do so on an empty batch. ``call``
-        identifies the line of the call. ``over`` is the argument of ``join.mean``. ``trains``: whether it has a
-        gradient.
+        identifies the line of the call. ``over`` is the argument of ``join.mean``. ``trains``: whether the loss sum
+        has a gradient.
 
         Raises:
             JoinError: ``n`` is neither 0 nor the number of samples since the last call, and may include a number that
@@ -146,7 +146,7 @@ class Index:
         self._next += 1
 
     def continued(self, empty: Any) -> Any:
-        """Return an empty batch that has the next index."""
+        """Return the empty batch with the next value of its index."""
         if not self._next:  # this rank had no batch: use the index of the other rank's batch
             self.add(empty)
             self._next = 0

@@ -67,7 +67,7 @@ class FailureDetector:
     Call the methods on the thread that runs the training loop. No method is collective, so the group may contain ranks
     without a detector; these ranks are never suspected of having failed.
 
-    The rendezvous store has one key per rank for its status, and one key for the failure, which only the first failure
+    The rendezvous store has one status key per rank, and one failure key for all ranks, which only the first failure
     sets. All store calls run on the group's heartbeat thread, because they may hang after the process that hosts the
     store has died. Each rank watches the next rank that has a status. If that status does not change for a long time,
     or if a collective fails, the rank reads all statuses twice. Ranks without a new status in between have failed. The
@@ -145,7 +145,7 @@ class FailureDetector:
             raise error
 
     def report(self, error: BaseException) -> None:
-        """Publish that this rank leaves with ``error``, unless another rank caused it. Never raises or hangs."""
+        """Publish that this rank leaves with ``error``, unless another rank caused the error. Never raises or hangs."""
         if isinstance(error, UnevenInputsError):
             self._publish(error)  # so that the other ranks raise the same error
         elif self._running and not isinstance(error, PeerFailedError):
@@ -205,7 +205,7 @@ class FailureDetector:
             self._waits_for = ""
 
     def _all_went_on(self) -> bool:
-        """Return whether every other rank runs a collective that this waiting rank does not run."""
+        """Return whether all other ranks have run more collectives than this rank, which waits."""
         own = collectives_of(self._group())
         return len(self._statuses) == len(self._others) and all(
             each.collectives > own for each in self._statuses.values()
@@ -222,7 +222,7 @@ class FailureDetector:
             self._publish(self._passed_over(what) or self._late(what, f"did not reach {what} within {limit_s:g} s"))
 
     def _passed_over(self, what: str) -> PeerFailedError | None:
-        """Return the error for ranks that skipped a call in which other ranks wait, or ``None``.
+        """Return an error if some ranks skipped a call in which other ranks wait, otherwise ``None``.
 
         All ranks run the same collectives in the same order. So a rank that has run more collectives skipped the call.
         """
@@ -335,7 +335,7 @@ class FailureDetector:
         return self.failure is None
 
     def _look_at_all(self) -> None:
-        """Read all statuses twice, with time for live ranks to publish. Ranks without a new status have failed."""
+        """Read all statuses twice, with a pause in which live ranks publish. Ranks without a new status have failed."""
         poll, self._poll = self._poll, None
         before = dict(self._others_statuses())
         for _ in range(_BEATS):

@@ -42,7 +42,7 @@ class JoinHook(_TorchJoinHook):
 
 
 class JoinConfig(_JoinConfig):
-    """The settings of a joinable in a join. Not torch's class, whose instances torch's ``Join`` leaves behind."""
+    """The settings of a joinable in a join. Not torch's class, because torch's ``Join`` never removes its instances."""
 
 
 class Joinable(ABC):
@@ -113,7 +113,7 @@ class Joinable(ABC):
 
     @property
     def has_unfinished_step(self) -> bool:
-        """Whether this rank has begun a step that the other ranks cannot finish without it."""
+        """Whether this rank has begun a step that the other ranks cannot finish without this rank."""
         return False
 
     def make_hook(self, default: Callable[[Any], JoinHook] | None = None) -> JoinHook:
@@ -238,7 +238,7 @@ def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
 
 
 def announce(joinable: Any, reduces: bool | None, throws_later: bool = False) -> dist.Work | None:
-    """Announce a step of any joinable. ``throws_later``: the caller checks for ranks without data."""
+    """Announce a step of any joinable. ``throws_later``: the caller itself raises if a rank has no data."""
     throw = joinable._join_config.throw_on_early_termination
     session = joinable.session if is_native(joinable) else None
     if session is not None and (membership := session.begin(reduces)) is not None:

@@ -52,7 +52,7 @@ class Peers:
         self.store: Any = PrefixStore(self.name, self.group.get_group_store()) if several else HashStore()
 
     def _is_elsewhere(self) -> bool:
-        """Return whether this rank is outside the loop body, and so makes no call in the body."""
+        """Return whether this rank is outside the loop body."""
         return self.follows or (self.responder is not None and self.responder.running)
 
     def expect_alike(self, options: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Peers:
         return json.loads(self.store.get(differs)) if self.store.check([differs]) else []
 
     def count_forward(self, gathers: bool, trains: bool) -> None:
-        """Count a forward, which may begin a step. Before a gathering forward without training, wait for all ranks."""
+        """Count a forward, which may begin a step. If it gathers parameters and does not train, wait for all ranks."""
         progress = self.progress.begun(self._steps())
         if gathers:
             progress = progress.mark() if trains else progress

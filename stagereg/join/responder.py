@@ -1,7 +1,7 @@
 """Sums over ranks, requested by the ranks in a loop. Ranks that have left the loop add zeros.
 
 A rank that has left the loop cannot predict when the other ranks send requests. So the thread of its channel responds
-to requests until all ranks have left the loop. The thread can start again for another loop. A request costs an
+to requests until all ranks have left the loop. The thread can start again for another loop. Each request runs one
 all-reduce.
 """
 
@@ -60,7 +60,7 @@ class Responder:
             self.channel.thread.submit(lambda: self._answer(ended))
 
     def close(self) -> None:
-        """Respond to requests until all ranks respond. Raises: an error of the responding thread."""
+        """Respond to requests until all ranks respond. Raises an error if the thread that responds has failed."""
         self.start()
         assert self._ended is not None
         self._waiting(self._ended.wait, "the end of the join")

@@ -149,8 +149,8 @@ class JoinSession:
     def starts_step(self, joinable: Any, trains: bool) -> bool:
         """Return whether this forward begins a step of the join. Called only after the module's previous backward.
 
-        If all ranks run the loop body (``join.iterate``), the first forward on a batch begins a step, even without
-        ``trains`` (in an evaluation). Then each training forward of the first joinable begins another step.
+        With ``join.iterate``, where all ranks run the loop body, the first forward on a batch begins a step, even in an
+        evaluation (``trains`` is False). Each later training forward of the first joinable begins another step.
         """
         is_first = joinable is self.joinables[0]
         if self.loop is not None and self.loop.iterates:
@@ -206,7 +206,7 @@ class JoinSession:
                 _log.warning("stagereg: this works only while all ranks have data: %s", text)
 
     def begin(self, reduces: bool | None) -> Membership | None:
-        """Begin a step on this rank: announce it to the other ranks, or only count it with torch's protocol.
+        """Begin a step on this rank. Announce it to the other ranks; with torch's protocol, only count it.
 
         ``reduces``: whether the step reduces gradients. ``None``: not known yet, because an evaluation runs first.
         """
@@ -300,7 +300,7 @@ class JoinSession:
         _log.warning(_STEPS, text)
 
     def _leave_step(self, order: ModelOrder) -> None:
-        """Leave a plain loop. Raises: ``JoinError`` if the last step lacks backwards and other ranks continue."""
+        """Leave a plain loop. Raises: ``JoinError`` if the last step lacks a backward and other ranks continue."""
         missing, refusal, store = order.missing, order.refusal("left the loop"), self.peers.store
         order.end_step("left the loop")
         if not missing:

@@ -1,8 +1,8 @@
 """Detects training steps: a step begins with the forward of a module.
 
 A step begins with the first forward that builds a graph. It ends when a backward through one of the forward's outputs
-begins to add to the gradients of parameters. A second forward before that backward begins no step, nor does a forward
-under ``no_grad``, and ``torch.autograd.grad`` ends no step. With ``join.iterate``, the first forward on each batch
+begins to add to the gradients of parameters. A second forward before that backward does not begin a step. Nor does a
+forward under ``no_grad``. ``torch.autograd.grad`` ends no step. With ``join.iterate``, the first forward on each batch
 announces the step, because ranks without data then run the body. If that forward runs under ``no_grad``, it announces
 the step of the training forward that follows on the same batch.
 """

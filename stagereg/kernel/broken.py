@@ -30,7 +30,7 @@ def collectives_of(group: dist.ProcessGroup | None) -> int:
 def abort(group: dist.ProcessGroup) -> None:
     """Make every pending operation on ``group`` fail immediately on this rank. Afterwards the group is unusable.
 
-    Gloo's ``abort`` and ``shutdown`` do not wake a thread that waits in a collective, but a receive that times out
+    Gloo's ``abort`` and ``shutdown`` do not wake a thread that waits in a collective, but the timeout of a receive
     does. Gloo then closes all connections of the group on this rank, so operations that wait on these connections fail
     on both ends. Not all pairs of ranks are connected, so every rank must call this function. For other backends, calls
     their ``abort()``. Never raises. Thread-safe.
@@ -42,7 +42,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def discard_channels(group: dist.ProcessGroup) -> None:
-    """Close the resources of the joins on ``group``, after a failed join in which exchanges may be incomplete."""
+    """Close the resources that joins on ``group`` share. Called after a failed join, which may not finish exchanges."""
     resources = resources_of(group)
     for backend in resources.backends():
         _abort(backend)  # wakes a thread that may wait for a failed rank

@@ -74,7 +74,7 @@ class WorkerThread:
 
 
 class PendingSum:
-    """The sum of an asynchronous collective, which writes the result into ``values``."""
+    """The result of an asynchronous sum over ranks. The collective writes it into ``values``."""
 
     def __init__(self, values: array[float], work: Any) -> None:
         self._values = values
@@ -152,7 +152,7 @@ class GroupResources:
         self.expired: list[Callable[[], None]] = []  # functions that delete store keys of finished loops
 
     def next_name(self, kind: str) -> str:
-        """Return a new prefix for store keys. All ranks get the same prefix if they make the same calls."""
+        """Return a new prefix for store keys. The n-th call with a ``kind`` returns the same prefix on all ranks."""
         self.counts[kind] += 1
         return f"{self.prefix}/{kind}/{self.counts[kind]}"
 

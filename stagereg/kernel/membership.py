@@ -5,12 +5,12 @@ step, whether the step has begun on any rank. If it has, the rank takes part in 
 more. There are two protocols:
 
 * :class:`AllReduceMembership` (mode ``counted``): in each step, every rank adds to an asynchronous sum whether it has
-  data. A rank with data reads the sum late in its forward, or never if nothing depends on it. A rank that has the
-  length of its loader also adds whether another step will follow. So a join that throws waits for sums only near the
-  end.
+  data. A rank with data reads the sum late in its forward, or never if nothing depends on it. A rank that knows
+  the length of its loader also adds whether another step will follow. So a join that throws early waits for sums only
+  near the end.
 * :class:`StoreMembership` (mode ``planned``): steps have no sum. A rank with data writes one key per step to the
   rendezvous store, which takes microseconds; ranks without data poll for the key. Ranks rely on the keys, so incorrect
-  lengths do no harm.
+  loader lengths do no harm.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class AllReduceMembership(Membership):
         self._sure = all(presence == _MORE for presence in self._values[:-1])
 
     def _stop(self, begun: int = 0) -> None:
-        """Raise if only some ranks had data in the last sum. ``begun``: number of counted steps that are not taken."""
+        """Raise if only some ranks had data in the last sum. ``begun``: number of counted steps that will not run."""
         gone = [rank for rank, each in enumerate(self._values[:-1]) if each == _ABSENT]
         if len(gone) == self._size:
             return

@@ -8,8 +8,8 @@ If ``max_in_flight`` copies are leased, :meth:`Pool.lease` waits until a lease e
 reader declared that it will release its copies (``Pool.readers_release``), otherwise at most one second. Then it uses
 new memory, logs this once, and from then on no longer waits for a reader that does not release copies.
 
-A forked child, such as a worker of a ``DataLoader``, does not get the blocks, because a write to a page that a child
-shares would cost a page fault. Exception: the child may read copies whose reader does not release them.
+A forked child, such as a worker of a ``DataLoader``, does not get the blocks, because each write of the parent to a
+page shared with a child costs a page fault. Exception: the child may read copies whose reader does not release them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Block:
     def _touch(self, threads: int) -> None:
         """Populate the pages now, on several threads, so that the copy causes no page faults.
 
-        On a kernel without this feature, the call returns an error, and the first use of each page causes a page fault.
+        If the kernel lacks this feature, nothing is populated, and the first use of each page causes a page fault.
         """
         # mmap.madvise would block all Python threads, because it holds the GIL.
         advise = ctypes.CDLL(None).madvise

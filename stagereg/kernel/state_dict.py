@@ -4,8 +4,8 @@
 and cycles. Objects such as dataclasses are decomposed like containers, into the state that pickle would store. Plain
 strided tensors go into a list. Objects that have their own deep copy, and no tensors, are copied immediately.
 
-:meth:`TreeSpec.unflatten` unpickles the structure with staged tensors instead of the source tensors. It wraps them
-again as ``Parameter``, DTensor, ShardedTensor or traceable subclass, and restores their Python attributes. A value that
+:meth:`TreeSpec.unflatten` unpickles the structure with staged tensors instead of the source tensors. It wraps these
+as ``Parameter``, DTensor, ShardedTensor or traceable subclass, and restores their Python attributes. A value that
 cannot be staged raises an error that contains its path in the dict. Lazy conjugation and negation are resolved, because
 they are lost when a tensor is transferred to another process.
 
@@ -163,7 +163,7 @@ def _tensor(index: int) -> Any:
 
 
 def _constant(index: int) -> Any:
-    """Placeholder in the pickled structure for a value that was copied already, or is shared with the source."""
+    """Placeholder in the pickled structure for a value that is already copied, or that copy and source share."""
 
 
 def _set_attributes(x: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class CopyEngine:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, base: int, pieces: Sequence[_Piece], held: object = None) -> CopyTask:
-        """Start to run ``pieces`` on other threads, which keep ``held`` alive. The caller must finish the task."""
+        """Start to run ``pieces`` on other threads, which keep ``held`` alive. The caller must call ``finish``."""
         task = CopyTask(base, pieces)
         with suppress(RuntimeError):  # Python 3.12 starts no threads at interpreter exit
             for _ in range(min(self.threads, len(pieces)) - 1):

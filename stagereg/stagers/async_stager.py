@@ -28,7 +28,7 @@ class AsyncStager(Protocol):
     1. ``stage(state_dict)`` on the training thread. It returns the copy, or a future of the copy.
     2. A writer starts to read the copy, on another thread or in another process.
     3. ``synchronize_staging()``, if ``should_synchronize_after_execute``. Afterwards, the source may be written again.
-    4. When the writer has written the copy, it drops it. Steps 1 to 3 may be repeated before this step.
+    4. When the writer has written the copy, it drops its reference. Steps 1 to 3 may be repeated before this step.
     5. ``close()``, after the last checkpoint.
 
     Requirements for a stager:
@@ -96,7 +96,7 @@ class WatchesOptimizers(Protocol):
 
 @runtime_checkable
 class ConfirmsCopies(Protocol):
-    """A stager that copies while training continues, and detects later whether the source was written meanwhile."""
+    """A stager that copies while training continues, and later detects writes to the source during the copy."""
 
     def confirm(self) -> None:
         """Confirm complete copies. Called on the training thread, while it runs no operation of torch."""

@@ -2,7 +2,7 @@
 
 A :class:`DeferredCopy` consists of pieces that any thread may copy. A background thread copies piece after piece; a
 thread that is about to write to the source first copies the remaining pieces. Memory on an accelerator is copied on a
-side stream, after the work that was queued before. The first of these threads queues these copies. A writer's stream
+side stream, after the work that was queued before; the first thread that copies queues these copies. A writer's stream
 waits for the copies; the writer itself waits only until they are queued.
 
 Two inexpensive checks detect writes that the stager was not notified of. Most in-place operations of torch change the
@@ -203,7 +203,7 @@ class DeferredCopy:
         return self._written or []
 
     def reads(self, x: torch.UntypedStorage | torch.Tensor) -> bool:
-        """Return whether the copy is incomplete and reads from ``x``, a storage or the storage of a tensor."""
+        """Return whether the copy is incomplete and reads from the storage ``x`` or the storage of the tensor ``x``."""
         if self._written is not None:
             return False
         try:

@@ -41,7 +41,7 @@ class DeviceSources:
         self._differ = torch.empty(0, dtype=torch.bool, device="cpu")
 
     def queue(self) -> None:
-        """Queue the copies and the second digests on the current stream, which must wait for the caller's stream."""
+        """Queue the copies and new digests on the current stream, which already waits for the caller's stream."""
         for to, source in self._pairs:
             to.copy_(source, non_blocking=True)
         self._differ = (self._before != digests(self._watched)).to("cpu", non_blocking=True)

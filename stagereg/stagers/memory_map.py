@@ -1,8 +1,8 @@
 """Applies a function to the memory of some tensors of a state dict, for stagers that round or cast.
 
-A state dict may contain views, tied weights, wrappers and unusual strides. So the function receives memory, not
-tensors: once for all tensors that share the memory. The new tensors have the same layout over the result. The source is
-unchanged.
+A state dict may contain views, tied weights, wrappers and unusual strides. So the function is called once per
+block of memory, not once per tensor. The new tensors view the result with the offsets and strides of the original
+tensors. The source is unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def map_memory(
 def _choose(
     state: StateDict, where: Callable[[torch.Tensor, str], bool] | None
 ) -> dict[int, tuple[object, ...] | None]:
-    """Return the path of each chosen tensor, by ``id``. ``None`` for tensors that ``where`` refuses under some path."""
+    """Map the ``id`` of each tensor to its path, or to ``None`` if it is not to be changed under one of its paths."""
     chosen: dict[int, tuple[object, ...] | None] = {}
     for path, x in _tensors(state, (), {}):
         has_floats = x.dtype.is_floating_point and x.ndim > 0  # excludes step counts

@@ -42,9 +42,9 @@ class OverlappedStager(HostStager):
     If the stager detects a write to the source of a copy, the copy is invalid: the future raises a
     :class:`.WrittenWhileStagedError` that names the entry. If the program does not read the future, the next call
     raises it. The next ``stage`` then copies everything before it returns. The page about checkpoints lists the writes
-    that the stager detects. The future completes when the version counters were read while the training thread ran no
-    operation: at the next optimizer step, at the next call of the stager on the thread that called ``stage``, or
-    otherwise after 0.5 s, or the duration of the copy, without a change.
+    that the stager detects. The future completes after the version counters were read while the training thread ran no
+    operation: at the next optimizer step, or the next call of the stager on the thread that called ``stage``.
+    Otherwise it completes after 0.5 s, or the duration of the copy if longer, without a change.
 
     Tensors on accelerators are copied on a side stream; the optimizer's stream waits for it, the host does not. Digests
     detect writes to tensors of 256 KiB or more. Smaller tensors, up to 64 MiB of them, are copied on the device before
@@ -200,7 +200,7 @@ class _Places:
         self._runs, self._starts = runs, sorted(runs)
 
     def around(self, place: Place, nbytes: int) -> tuple[Place, int] | None:
-        """Return the range that contains ``nbytes`` bytes at ``place``, for example rows of a tensor, or ``None``."""
+        """Return the range that contains the ``nbytes`` bytes at ``place``, such as rows of a tensor, or ``None``."""
         at = bisect.bisect_right(self._starts, place) - 1
         if at < 0 or self._starts[at][0] != place[0]:
             return None

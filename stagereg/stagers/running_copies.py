@@ -152,7 +152,7 @@ class RunningCopies:
             self._touched.append((places, failed))
 
     def take_touched(self) -> tuple[list[tuple[Place, int]], bool]:
-        """Return and clear the memory that was written during unconfirmed copies, and whether that made a copy fail."""
+        """Return and clear the ranges that were written during unconfirmed copies, and whether a copy failed."""
         taken = [self._touched.popleft() for _ in range(len(self._touched))]
         return [place for places, _ in taken for place in places], any(failed for _, failed in taken)
 

@@ -30,10 +30,10 @@ Place = tuple[int, int]  # device index and address
 
 
 class StepObserver:
-    """Records the memory of optimizers that is written between their steps. Used on the training thread.
+    """Records writes to optimizers' tensors outside optimizer steps. Used on the training thread.
 
     Attributes:
-        written: for each place that code other than an optimizer has written, the number of bytes. Never shrinks.
+        written: maps (device index, address) of each such write to the number of bytes. Entries are never removed.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class StepObserver:
         self._expected = [*tensors]
 
     def find(self, place: Place, nbytes: int) -> None:
-        """Record that memory is written between steps."""
+        """Record that the memory at ``place`` is written between optimizer steps."""
         self.written[place] = max(nbytes, self.written.get(place, 0))
 
     def all_written(self) -> dict[Place, int]:
@@ -116,8 +116,8 @@ def _tensors_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 class _Moment:
     """The state of optimizers' tensors after a step: version counters, and samples of tensors in host memory.
 
-    Stores no reference to a tensor: it would keep memory alive, and torch cannot swap tensors that have weak
-    references.
+    Stores no reference to a tensor: a strong reference would keep memory alive, and torch cannot swap tensors that
+    have weak references.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

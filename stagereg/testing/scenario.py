@@ -136,7 +136,7 @@ def _run(contract: Any, scenario: Scenario, limit_s: float) -> ScenarioResult:
 
 
 def _limit_s(contract: Any) -> float:
-    """Return the time limit of a scenario in seconds. After a hang it is a third, because more scenarios may hang."""
+    """Return the time limit of a scenario in seconds: a third after a hang, because more scenarios may hang."""
     limit_s: float = contract.timeout_s
     return min(limit_s, max(limit_s / 3, _HURRIED_S)) if contract in _hung else limit_s
 

@@ -79,7 +79,7 @@ class StagerTrial(Contract):
         return copy.deepcopy(state)
 
     def agree(self, copied: Any, noted: Any, when: str) -> None:
-        """Raise ``BrokenPromiseError`` if a copy differs from the result of :meth:`noted`. ``when`` is its start."""
+        """Raise ``BrokenPromiseError`` if a copy differs from the result of :meth:`noted`. ``when`` begins the text."""
         if wrong := difference(copied, noted, self.expected):
             self.broken(f"{when}, {wrong}")
 

@@ -272,7 +272,7 @@ class DdpJoinable(ReducingJoinable):
     def _announce_reduction(self, is_joined_rank: bool) -> None:
         """Replace DDP's method: announce, with torch's protocol, whether this step reduces gradients.
 
-        If gradients are divided by the number of active ranks, the number of reducing ranks is the divisor.
+        If gradients are averaged over the active ranks, their divisor is the number of ranks that reduce gradients.
         """
         if self.membership is None:
             work = self.announce_reduction(self.will_reduce)
@@ -282,8 +282,8 @@ class DdpJoinable(ReducingJoinable):
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
         """Replace DDP's method: return the rank whose buffers (after the loop: whose model) all ranks copy.
 
-        This is the lowest rank with data, so rank 0 while it has data, as in checkpoints and in training without a
-        join. With torch's protocol it is the highest rank, as in torch.
+        The lowest rank with data is returned: rank 0 while it has data, as in checkpoints and in training without a
+        join. With torch's protocol, the highest rank with data is returned, as in torch.
         """
         membership = self.membership
         if membership is None:

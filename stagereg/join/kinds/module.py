@@ -65,7 +65,7 @@ class ModuleJoinable(TrackedJoinable):
         self.gathers = is_sharded or any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook. Raises: ``JoinError`` if gradients should be divided by the number of active ranks."""
+        """Return the hook. Raises: ``JoinError`` if the join divides gradients by the number of active ranks."""
         several = dist.get_world_size(self.join_process_group) > 1
         if not kwargs.get("divide_by_initial_world_size", True) and several:
             raise JoinError(

@@ -4,9 +4,9 @@ Between two steps, a training loop zeroes the gradients, sets them to None, or c
 must do the same, so each rank inspects one gradient at the beginning of each backward while it has data. A rank that
 had data for fewer than two steps reads the policy from another rank, through the rendezvous store.
 
-After a loop has carried gradients over, a rank without data retains its gradients: the listed functions zero them, as
-they do on other ranks. In each step, ranks with data then publish whether they carried gradients. A rank without data
-that did otherwise raises, before any optimizer steps.
+After a loop has carried gradients over, a rank without data retains its gradients. The functions in the join's list
+zero them, as on other ranks. From then on, ranks with data publish in each step whether they carried gradients. A rank
+without data that did otherwise raises an error, before any optimizer steps.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ReducingJoinable(TrackedJoinable):
         self.was_shadowed = True
 
     def ask(self) -> None:
-        """On a rank without data, determine its gradients at the beginning of a step that reduces gradients."""
+        """On a rank without data, determine whether it carries gradients into a step that reduces gradients."""
         self.policy.ask(self.session, None if self.is_unfinished else self._gradient())
 
     def shadowed(self) -> None:
@@ -195,7 +195,7 @@ class ZeroGradPolicy:
             param.grad.zero_()
 
     def observe(self, gradient: torch.Tensor | None) -> None:
-        """Record the gradient that exists before the backward of a step. The first step does not show the habit."""
+        """Record the gradient before the backward of a step, to learn what the loop does. Ignores the first step."""
         carried = _is_nonzero(gradient)
         if carried and self.steps:
             self.habit = "carries"
@@ -209,7 +209,7 @@ class ZeroGradPolicy:
             self.store.set("policy", self.habit)
 
     def set_active(self, active: bool) -> None:
-        """Publish whether this rank has data and can observe the loop's habit. Does nothing if the habit is known."""
+        """Publish whether this rank has data, and so can observe what the loop does, unless that is known."""
         if self._in_doubt and active != self._active:
             self._active = active
             self.store.add("active", 1 if active else -1)

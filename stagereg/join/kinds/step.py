@@ -34,7 +34,7 @@ class StepJoinable(BuiltInJoinable):
 
     Args:
         step: the function, or an optimizer or scheduler whose ``step`` is called. The function may run collectives if
-            the active ranks run the same ones.
+            the active ranks run the same collectives.
         after: the joinable of the model whose gradients the function uses. The function is not called in steps that do
             not reduce these gradients (``no_sync``). ``None``: the nearest such joinable before it in the list.
         hook: a hook to use instead of :class:`StepHook`.
