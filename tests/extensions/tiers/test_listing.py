@@ -155,7 +155,7 @@ def test_a_store_and_other_folders_are_no_tier(tmp_path: Path, command: Command)
     assert "There is no checkpoint in" in command("ls", tmp_path / "empty", code=2).err
     (tmp_path / "empty" / RUN / NOTE).write_bytes(Lineage(RUN).dumps())
     assert "no complete step that the run can resume from" in command("ls", tmp_path / "empty").out
-    assert "has no complete part" in command("verify", tmp_path / "empty", code=2).err
+    assert "has no complete data of any step" in command("verify", tmp_path / "empty", code=2).err
 
 
 def change(manifest: Path) -> None:
@@ -175,7 +175,7 @@ def change(manifest: Path) -> None:
         (lambda at: instead(at / "__1_0.distcp", os.mkfifo), "__1_0.distcp: not a regular file", True),
         (lambda at: change(at / "part-1.json"), "part-1.json: corrupt: invalid manifest: its text and", True),
         (lambda at: (at / "part-1.json").write_text("[" * 10000), "part-1.json: corrupt: ", True),
-        (lambda at: (at / "part-0.json").replace(at / "part-1.json"), "part-1.json: corrupt: manifest of", True),
+        (lambda at: (at / "part-0.json").replace(at / "part-1.json"), "part-1.json: corrupt: the manifest", True),
     ],
 )
 def test_any_damage_is_found_and_named(
