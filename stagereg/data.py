@@ -232,8 +232,7 @@ class ResumableSampler(Sampler[int]):
         Raises:
             CheckpointError: the dataset, seed or order differs, or the state of a rank is missing.
         """
-        here = self.num_replicas, self.rank
-        if own is not None and (states[own]["num_replicas"], states[own]["rank"]) == here:
+        if own is not None and (states[own]["num_replicas"], states[own]["rank"]) == (self.num_replicas, self.rank):
             self._expect_alike(states[own])
             dealt, epoch, consumed = states[own]["dealt"], states[own]["epoch"], states[own]["consumed"]
         else:

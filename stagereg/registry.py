@@ -334,8 +334,7 @@ class Registry:
             target = f"{match[1]}:{match[2]}" if match else point.value.strip()
             # An entry point with an unknown kind or an invalid name must not prevent listing the other components.
             if kind in REQUIRED and _NAME.fullmatch(name):
-                entry = Entry(kind, name, target, distribution, version)
-                self._packages.setdefault((kind, name), []).append(entry)
+                self._packages.setdefault((kind, name), []).append(Entry(kind, name, target, distribution, version))
                 continue
             why = f"{name!r} is not a valid name: use letters, digits, '_' and '-'."
             why = why if kind in REQUIRED else f"there is no kind {kind!r}.{nearest(kind, REQUIRED)}"

@@ -139,12 +139,10 @@ class Checkpointer:
         nearer = called.targets(setup)
         target.schedule.start(process_group)
         self._background = SaveThreads([*nearer, *[target] * self._stores], timeout, self._failure.on_error == "warn")
-        ready = self._hold.acquire_to_save
-        self._saver = Saver(self._background, self._stager, sharding, names, called, ready)
+        self._saver = Saver(self._background, self._stager, sharding, names, called, self._hold.acquire_to_save)
         self.stats = self._background.stats
         for each in self._background.all:
-            where = "store" if each.target is target else "tier"
-            each.listen(partial(called.committed, where, each.target))
+            each.listen(partial(called.committed, "store" if each.target is target else "tier", each.target))
         called.start(setup, weakref.proxy(self._background))
         parts = target.token, self._ranks, self._saver, self._background, called, self._save
         self._together = RankCoordinator(training, *parts)

@@ -128,8 +128,7 @@ class _Cases:
         self._targets: dict[str, tuple[str, str]] = {}  # (environment variable, value), by section
 
     def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
-        case = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
-        self._append(case)
+        self._append({"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()})
 
     def _append(self, row: dict[str, Any]) -> None:
         with (self._folder / "events").open("a") as file:

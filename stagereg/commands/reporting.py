@@ -132,8 +132,7 @@ def _written(
         return ()
     while True:
         files = render.write(comparison, target)
-        sources = several.sources(directories, asked.metric, asked.direction)
-        newer = compared(sources, asked.metric, asked.direction)
+        newer = compared(several.sources(directories, asked.metric, asked.direction), asked.metric, asked.direction)
         if _states(newer) == _states(comparison):
             return files
         comparison = newer

@@ -108,8 +108,7 @@ class UnevenInputs(pl.Callback):
             raise JoinError(
                 "UnevenInputs cannot detect steps: no module is sharded. Call fully_shard in configure_model."
             )
-        model = sharded[0] if sharded else strategy.model
-        self._join = Join([model], mode="auto", timeout=self._timeout)
+        self._join = Join([sharded[0] if sharded else strategy.model], mode="auto", timeout=self._timeout)
         self._join.__enter__()
         self._batches = self._join.iterate(loader, example)
         yield from self._batches

@@ -265,8 +265,7 @@ def delete(path: Path, store: Path | None = None) -> None:
 def _candidates(path: str, own: list[Path]) -> Iterator[Path]:
     yield from own
     if split(path)[1].startswith("last"):
-        others = _newest_first(Path(split(path)[0]).glob(f"*/{_STEPS}"))
-        yield from (each for each in others if each not in own)
+        yield from (each for each in _newest_first(Path(split(path)[0]).glob(f"*/{_STEPS}")) if each not in own)
 
 
 def _newest_first(found: Iterable[Path]) -> list[Path]:

@@ -263,8 +263,7 @@ class Join:
             counted = option("join.mode", "counted")
             raise JoinError(f"join.mean works only in `with join:`, and requires join.iterate, {counted} or planned.")
         caller = sys._getframe(1)
-        call = caller.f_code, caller.f_lineno
-        count = self._counter.counted(call, count, own, over, loss_sum.requires_grad)
+        count = self._counter.counted((caller.f_code, caller.f_lineno), count, own, over, loss_sum.requires_grad)
         own = own if count else 0.0
         has_data = float(session.loop is None or not session.loop.membership.empty)
         share = own if over == "samples" else own / (count or 1.0)
@@ -296,13 +295,12 @@ class Join:
             for name, each in zip(self.joinables, self._joinables, strict=True)
             if isinstance(each, ReducingJoinable)
         }
-        first = self._joinables[0]
         terms = Terms(
             self._mode,
             self._throw,
             any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
             len(models) > 1,
-            _why_torchs(self._joinables) if isinstance(first, ForeignJoinable) else "",
+            _why_torchs(self._joinables) if isinstance(self._joinables[0], ForeignJoinable) else "",
         )
         session = self._session = JoinSession(self._wire, self._joinables, terms, self._timeout, models)
         names = [type_name(getattr(each, "joinable", each)) for each in self._joinables]

@@ -63,8 +63,7 @@ class SampleCounter:
         self.is_empty = False
         batches, samples, empty = self.given
         found = None if samples is None else samples_in(batch, layout)
-        total = None if samples is None or found is None else samples + found
-        self.given = Given(batches + 1, total, empty)
+        self.given = Given(batches + 1, None if samples is None or found is None else samples + found, empty)
 
     def add_empty(self, kept: dict[str, float]) -> None:
         """Count an empty batch. ``kept``: the numbers in it that come from a batch with samples, by path."""

@@ -48,13 +48,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        number: int,
-        loader: Any,
-        terms: Terms,
-        peers: Peers,
-        shadow_step: Callable[[], None],
-        iterates: bool,
+        self, number: int, loader: Any, terms: Terms, peers: Peers, shadow_step: Callable[[], None], iterates: bool
     ) -> None:
         self._terms, self._peers, self._shadow_step = terms, peers, shadow_step
         self._channel = control_channel(peers.group, "membership", peers.wait_for_ranks)

@@ -55,8 +55,7 @@ class ModelOrder:
     @property
     def missing(self) -> str:
         """The names of the models without a backward in this step, if another model had a backward; otherwise empty."""
-        is_partial = self._is_open and self._is_followed and self._used
-        return ", ".join(self._names[len(self._used) :]) if is_partial else ""
+        return ", ".join(self._names[len(self._used) :]) if self._is_open and self._is_followed and self._used else ""
 
     def check(self, model: Any, call: str = "forward") -> None:
         """Check that ``model`` is next in the order; called before its collectives.

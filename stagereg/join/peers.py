@@ -48,8 +48,7 @@ class Peers:
             elsewhere=self._is_elsewhere,
             progress=lambda: self.progress,
         )
-        several = self.group.size() > 1
-        self.store: Any = PrefixStore(self.name, self.group.get_group_store()) if several else HashStore()
+        self.store: Any = PrefixStore(self.name, self.group.get_group_store()) if self.group.size() > 1 else HashStore()
 
     def _is_elsewhere(self) -> bool:
         """Return whether this rank is outside the loop body."""

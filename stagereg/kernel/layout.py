@@ -101,8 +101,7 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
         if address == 0 or address + nbytes > base + available:
             freed = f"it needs {nbytes} bytes but its storage has {available}. Was the storage freed or resized in use?"
             raise StagingError([i], why_without_data(x) or freed)
-        wide = nbytes > max(2 * x.nbytes, _PAGE)
-        (holed if wide else runs).append((device, address, address + nbytes, i))
+        (holed if nbytes > max(2 * x.nbytes, _PAGE) else runs).append((device, address, address + nbytes, i))
 
     regions = _merge(runs, rows)
     packed = _adopt(holed, regions, rows)
@@ -143,11 +142,7 @@ def _adopt(holed: list[_Run], regions: list[Region], rows: Signature) -> list[in
 
 
 def _assign(
-    regions: list[Region],
-    packed: list[int],
-    tensors: Sequence[torch.Tensor],
-    rows: Signature,
-    pieces: list[Piece],
+    regions: list[Region], packed: list[int], tensors: Sequence[torch.Tensor], rows: Signature, pieces: list[Piece]
 ) -> tuple[int, list[tuple[torch.dtype, int, int] | None]]:
     alone: list[tuple[torch.dtype, int, int] | None] = [None] * len(pieces)
     cursor = 0

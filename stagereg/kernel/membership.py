@@ -170,8 +170,7 @@ class AllReduceMembership(Membership):
     def _begin(self, syncing: bool | None) -> None:
         self._look_back()
         has_more = self._length is not None and self.steps + 1 < self._length  # each batch takes at least one step
-        presence = _MORE if has_more else _UNSURE
-        self._add(presence, syncing)
+        self._add(_MORE if has_more else _UNSURE, syncing)
 
     def _wait_for_next_step(self) -> ActiveRanks | None:
         self._look_back()

@@ -94,8 +94,7 @@ def flatten(state: Any, type_check: bool = False) -> TreeSpec:
     try:
         return _flatten(state, type_check)
     except StagingError as error:
-        path = _path_to(state, lambda x: _fails(x, type_check), {})
-        raise type(error)(path, error.reason) from error.__cause__
+        raise type(error)(_path_to(state, lambda x: _fails(x, type_check), {}), error.reason) from error.__cause__
 
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:

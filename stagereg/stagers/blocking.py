@@ -13,8 +13,7 @@ class BlockingStager(HostStager):
     """Copies into newly allocated memory on every call. The memory is not reused."""
 
     def __init__(self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2) -> None:
-        pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
-        super().__init__(HostCopier(pool, threads))
+        super().__init__(HostCopier(Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads), threads))
 
 
 class BlockingAsyncStager(HostStager):

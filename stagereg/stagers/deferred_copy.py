@@ -235,8 +235,7 @@ class DeferredCopy:
             return self._written
 
     def _moved(self) -> set[int]:
-        pairs = zip(self._counted, self._versions, strict=True)
-        return {i for (i, x), version in pairs if x._version != version}
+        return {i for (i, x), version in zip(self._counted, self._versions, strict=True) if x._version != version}
 
     def _replaced(self) -> list[Region]:
         regions = (*self._split.deferred, *self._split.deferred_remote)

@@ -69,8 +69,7 @@ class OverlappedStager(HostStager):
         pin: bool | None = None,
         verify: bool = False,
     ) -> None:
-        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
-        super().__init__(HostCopier(pool, threads))
+        super().__init__(HostCopier(Pool(max_in_flight, wait_s, pin=pin, threads=threads), threads))
         self._verify = verify
         self._copies = RunningCopies()
         self._guard = WriteGuard(self._copies.finish_before_write)

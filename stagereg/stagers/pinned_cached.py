@@ -15,12 +15,5 @@ class PinnedCachedStager(HostStager):
     The memory is page-locked if an accelerator is available. Otherwise it is pageable and pre-faulted (logged once).
     """
 
-    def __init__(
-        self,
-        max_in_flight: int = 2,
-        wait_s: float = 60.0,
-        threads: int = 2,
-        pin: bool | None = None,
-    ) -> None:
-        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
-        super().__init__(HostCopier(pool, threads))
+    def __init__(self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2, pin: bool | None = None) -> None:
+        super().__init__(HostCopier(Pool(max_in_flight, wait_s, pin=pin, threads=threads), threads))

@@ -144,8 +144,7 @@ class StorageContract(Contract):
             self._expect_restored(folder, {"sharded": full, "of.rank1": _ones(3)})
         with _folder() as folder:
             self._save(folder, {"sharded": full})
-            found = self.on_ranks("", 2, _restore_shards, type(self), folder)
-            self._expect("saved on 1 rank, restored on 2: ", found)
+            self._expect("saved on 1 rank, restored on 2: ", self.on_ranks("", 2, _restore_shards, type(self), folder))
 
     def test_corrupt_files(self) -> None:
         """The checksums detect each truncated, changed or missing file, and a restore from it raises an error."""

@@ -200,8 +200,7 @@ def _key(key: Any) -> Any:
     try:
         return _plain(key)
     except TypeError:
-        text = f"a {type(key).__name__} cannot be a key; use a string or a number"
-        raise TypeError(text) from None
+        raise TypeError(f"a {type(key).__name__} cannot be a key; use a string or a number") from None
 
 
 # -- reading

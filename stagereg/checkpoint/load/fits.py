@@ -174,8 +174,7 @@ def _is_alike(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, her
 
 def _kind_of(saved: Any) -> entries.TensorKind | None:
     """Return dtype and shape of a saved tensor, or ``None`` if the saved value is not a tensor."""
-    is_tensor = isinstance(saved, Leaf) and saved.stored.dtype is not None
-    return entries.TensorKind.of(saved.stored) if is_tensor else None
+    return entries.TensorKind.of(saved.stored) if isinstance(saved, Leaf) and saved.stored.dtype is not None else None
 
 
 def expect_kind(value: Any, structure: Any, rank: int | None = None) -> None:

@@ -42,8 +42,7 @@ def read_back(
         entries = sorted(files.index.state, key=lambda name: name.startswith("stagereg."))  # the user's entries first
         leaves = [leaf for name in entries for leaf in marks(files.structure(name))]
         try:
-            elsewhere = [leaf for leaf in leaves if leaf.stored.chunks is None]
-            _expect_metadata(elsewhere, reads, path)
+            _expect_metadata([leaf for leaf in leaves if leaf.stored.chunks is None], reads, path)
             _expect_content(files, leaves, written)
         except _NotReadError as error:
             name = name_of(storage) if reads is storage else type(storage).__qualname__

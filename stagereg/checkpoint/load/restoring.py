@@ -130,8 +130,7 @@ class _Restore:
     def _sources(self) -> list[CheckpointSource]:
         """Return all sources of candidates, or only the source that can read the path in ``resume``."""
         every = [StoreSource(self.asked), *(each for one in self.extensions for each in one.sources(self.asked))]
-        claiming = [each for each in every if self.asked.is_path and each.claims(self.asked.resume)]
-        return claiming or every
+        return [each for each in every if self.asked.is_path and each.claims(self.asked.resume)] or every
 
     def _agree(self, sources: Sequence[CheckpointSource], ready: Callable[[], object]) -> _Agreed:
         """List the candidates on rank 0, and group the ranks that see the same files. Collective."""
@@ -181,8 +180,7 @@ class _Attempt:
         # A shared reader checks each byte while it reads, so a separate check of the files is not necessary.
         self._checks = self._asked.verify == "full" and self._shared is None
         self._failing = f"{chosen.path} could not be restored"
-        touched = bool(run.touched)
-        self._loading = Loading(chosen, self._asked, self._shared is not None, agreed.twins, touched)
+        self._loading = Loading(chosen, self._asked, self._shared is not None, agreed.twins, bool(run.touched))
         self._failure: Exception | None = None  # this rank's error; raised unless a corrupt file explains it
 
     def _shared_reader(self, shared: bool) -> SharedReader | None:

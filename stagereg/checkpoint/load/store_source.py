@@ -36,8 +36,7 @@ class StoreSource(CheckpointSource):
 
     def check(self, candidate: Candidate, rank: int, size: int) -> dict[str, Found]:
         assert candidate.manifest is not None
-        parts = share_of_rank(candidate.manifest.files, rank, size)
-        return self._store_of(candidate).contents(candidate.path, parts)
+        return self._store_of(candidate).contents(candidate.path, share_of_rank(candidate.manifest.files, rank, size))
 
     def is_complete(self, candidate: Candidate) -> bool:
         return not self._store_of(candidate).look(candidate.path).damages

@@ -141,8 +141,7 @@ def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
         ranks = ranks + of_other
     if _is_optimizer(tree):
         _expect_one_optimizer(name, tree, differing)
-    objects = dict.fromkeys(of for encoded, _ in parts for of in encoded.objects)
-    return Encoded(json.dumps(tree), [*objects])
+    return Encoded(json.dumps(tree), [*dict.fromkeys(of for encoded, _ in parts for of in encoded.objects)])
 
 
 def _merge(

@@ -254,8 +254,7 @@ class RankGroup:
                 raise
             if not self._why:
                 self._why = self._missing(time.monotonic() - began) if is_timeout(error) else self._gone(error)
-                told = self._ask(lambda: self._store.compare_set("failure", "", self._why).decode())
-                self._why = told or self._why
+                self._why = self._ask(lambda: self._store.compare_set("failure", "", self._why).decode()) or self._why
                 abort(cast("dist.ProcessGroup", self.group))
             raise CheckpointError(f"{failing}: {self._why}") from error
 

@@ -261,8 +261,7 @@ class SaveThread:
     def _fail(self, write: Write, error: BaseException) -> CheckpointError | None:
         """Record the failure of a save. Return the error to raise, or ``None`` if the training loop has raised it."""
         step, target = write.request.step, self.target
-        of_tier = {} if target.required else {"dir": target.where}
-        record.emit("lost", step=step, error=reason(error), **of_tier)
+        record.emit("lost", step=step, error=reason(error), **({} if target.required else {"dir": target.where}))
         target.schedule.ended(None)
         if isinstance(error, CheckpointError) and write.copy.failure is not None:
             self.failures.last = error

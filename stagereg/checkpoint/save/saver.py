@@ -207,8 +207,7 @@ class Saver:
             return
         discarded = self.retake.pending is not None
         seen = self.retake.step_to_repeat() if seen is None else seen
-        stored = None if discarded else self.stored
-        own = [-1 if step is None else step for step in (seen, stored)]
+        own = [-1 if step is None else step for step in (seen, None if discarded else self.stored)]
         own_too = [*own, self.state is None, any(each.failing for each in self._threads.all)]
         last, done, unknown, failed = self._ranks.max_async(own_too)()
         if failed:

@@ -44,8 +44,7 @@ class NameMap:
         """Map each entry of the state (``here``) to its name in the checkpoint. Raises: ``CheckpointError``."""
         self._state = here
         pairs = [pair for pair in self._pairs.items() if any(_below(name, pair[1]) is not None for name in here)]
-        moves = _active(pairs, saved)
-        found = by_new_name(moves, saved)
+        found = by_new_name(_active(pairs, saved), saved)
         self._entries = {here: name for here, name in found.items() if here != name}
         return found
 

@@ -230,8 +230,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
     sharded = live if isinstance(live, DTensor) and leaf.placed != PLAIN else None
     if sharded is not None and leaf.placed is None and sharded.shape == leaf.stored.shape:
         if wraps(sharded):
-            local = torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu")
-            return subclasses.dtensor_like(sharded, local)
+            return subclasses.dtensor_like(sharded, torch.empty(sharded._local_tensor.shape, dtype=dtype, device="cpu"))
         return torch.empty_like(sharded, dtype=dtype)
     is_replicated = leaf.placed == REPLICATED  # otherwise inferred, for example for Adafactor's row and column factors
     if sharded is not None and (is_replicated or len(leaf.stored.shape) == sharded.ndim > 1):
@@ -316,8 +315,7 @@ class Transfer:
     def _move(self, file: str, offset: int, to: torch.Tensor) -> None:
         self._kept.append(to)
         for at in range(0, to.nbytes, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, to.nbytes - at)
-            self.moves[file].append(_Move(offset + at, length, to.data_ptr() + at))
+            self.moves[file].append(_Move(offset + at, min(_PIECE_BYTES, to.nbytes - at), to.data_ptr() + at))
 
     def add_object(self, leaf: Leaf, load: Callable[[str, bytearray], Any]) -> None:
         [chunk] = leaf.stored.chunks

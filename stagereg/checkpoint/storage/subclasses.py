@@ -66,8 +66,7 @@ def _wanted(leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _overlap(chunk: Chunk, start: Sequence[int], shape: Sequence[int]) -> bool:
-    each = zip(chunk.start, chunk.shape, start, shape, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in each)
+    return all(a < b + m and b < a + n for a, n, b, m in zip(chunk.start, chunk.shape, start, shape, strict=True))
 
 
 def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:

@@ -28,8 +28,7 @@ def look(backend: Backend, path: str) -> VerificationResult:
 
 def sizes(backend: Backend, path: str, files: Iterable[str] = ()) -> dict[str, int | str]:
     """Map each name in a directory to its size in bytes, or to an error message; see :meth:`.Backend.list`."""
-    there = backend.list(path, files).items()
-    return {name: "not a regular file" if size is None else size for name, size in there}
+    return {name: "not a regular file" if size is None else size for name, size in backend.list(path, files).items()}
 
 
 def conditions(backend: Backend) -> list[VerificationResult]:
@@ -42,8 +41,7 @@ def of_torch(backend: Backend, every: bool = False) -> list[VerificationResult]:
 
     The list is empty if no extension is installed that reads such directories (:mod:`.foreign`).
     """
-    there = backend.list(backend.root).items()
-    names = [name for name, size in there if size is None and not name.startswith(".")]
+    names = [name for name, size in backend.list(backend.root).items() if size is None and not name.startswith(".")]
     looked = [_look(backend, f"{backend.root}/{name}") for name in names if every or step_of(name) is not None]
     return [each for each in looked if each.writer and each.manifest is not None]
 

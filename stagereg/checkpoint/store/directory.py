@@ -12,15 +12,7 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 
-from stagereg.base.small_files import (
-    MOST_BYTES,
-    discard,
-    read_small,
-    replace_small,
-    sync,
-    temporary_of,
-    write_new,
-)
+from stagereg.base.small_files import MOST_BYTES, discard, read_small, replace_small, sync, temporary_of, write_new
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult, damage_of
 from stagereg.checkpoint.format.manifest import (
     FOLLOWED,

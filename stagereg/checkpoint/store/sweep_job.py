@@ -36,8 +36,7 @@ def expect_own_job(store: CheckpointStore, resume: str) -> None:
     here, combination = noted.get("sweep") == own["sweep"], noted.get("combination")
     if combination == own["combination"] and not (here and noted.get("job") != str(own["job"])):
         return
-    other = f", which ran with {combination} instead of {own['combination']}"
-    of = "" if combination == own["combination"] else other
+    of = "" if combination == own["combination"] else f", which ran with {combination} instead of {own['combination']}"
     raise CheckpointError(
         f"job {own['job']} of this sweep would resume from the checkpoints of job {noted.get('job')}"
         f"{'' if here else ' of ' + str(noted.get('sweep'))}{of}. Give each job its own directory, which is the "

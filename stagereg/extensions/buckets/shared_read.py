@@ -112,8 +112,7 @@ class SharedRead:
         self._failure: Exception | None = None
         self._parts: list[_RangeDigest] = []
         self._read = torch.empty(min(self._size, total), dtype=torch.uint8, device="cpu")
-        received = 0 if ranks.size == 1 else len(self._read)
-        self._received = torch.empty(received, dtype=torch.uint8, device="cpu")
+        self._received = torch.empty(0 if ranks.size == 1 else len(self._read), dtype=torch.uint8, device="cpu")
         self._threads = files.enter_context(ThreadPoolExecutor(_FETCHES, thread_name_prefix="stagereg-read"))
         mine = range(ranks.rank, len(self._pieces), ranks.size)
         self._own = iter([number for number in mine if self._is_read(number)])

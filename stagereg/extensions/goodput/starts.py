@@ -19,8 +19,7 @@ class StartPhases(CheckpointExtension):
         if candidate is None or candidate.manifest is None:
             phases.restored(0, "", "")
             return
-        in_tier = candidate.source == "tier"
-        origin = "tier" if in_tier else "survivors" if candidate.manifest.lost else "store"
+        origin = "tier" if candidate.source == "tier" else "survivors" if candidate.manifest.lost else "store"
         phases.restored(candidate.manifest.step, candidate.path, origin)
 
     def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:

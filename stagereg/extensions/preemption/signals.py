@@ -165,8 +165,7 @@ class SignalListener:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
         for number in self._own():
-            ignores = takes_part and number == signal.SIGUSR1
-            signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if takes_part and number == signal.SIGUSR1 else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
         """Return the signals that this object still handles. The program may have replaced some handlers."""

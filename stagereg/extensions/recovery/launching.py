@@ -71,8 +71,7 @@ class RecoveryLauncher(LaunchExtension):
         if refusal is not None:
             return Refusal(refusal)
         # The run may have newer checkpoints than the checkpoint from which its first attempt resumed.
-        resumes = self._restarts.progressed and self._begins_elsewhere
-        return Again(str(self._restarts), (_RESUME,) if resumes else ())
+        return Again(str(self._restarts), (_RESUME,) if self._restarts.progressed and self._begins_elsewhere else ())
 
     def close(self) -> None:
         if self._warm is not None:

@@ -155,8 +155,7 @@ class EmergencySave:
             if not known:
                 if self.monitor is not None:
                     self.monitor.give_time(self._limit_s)  # the store answers, so this rank is not disconnected
-                failure = RankFailure(*self._ranks, store, self.failed_ranks, self.timeout_s, until)
-                self.saved = saver(failure)
+                self.saved = saver(RankFailure(*self._ranks, store, self.failed_ranks, self.timeout_s, until))
         except Exception as error:
             gone = type(error).__name__ in ("DistNetworkError", "DistStoreError")
             why = str(error) if isinstance(error, LaunchError) else reason(error)

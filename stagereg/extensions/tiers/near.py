@@ -190,8 +190,7 @@ class LocalTier:
     def _connect(self, machine: str) -> Peer:
         """Return a connection to a rank of ``machine``. Which one depends on this rank, to spread the load."""
         ranks = self._ranks_on[machine]
-        address = self._addresses[ranks[self._ranks.rank % len(ranks)]]
-        return Peer(address, self._secret)
+        return Peer(self._addresses[ranks[self._ranks.rank % len(ranks)]], self._secret)
 
     def lacking(self, nbytes: int) -> str:
         """Return why ``nbytes`` more bytes do not fit on this machine; empty if they fit."""
@@ -345,8 +344,7 @@ class LocalTier:
             for rank, machines in wanted.get(self.here, {}).items():
                 if (part := self.folder.find(step.save, rank)) is not None:
                     have = [each for each in step.parts[rank][1] if each != self.here]
-                    directory = self.folder.directory(step.save)
-                    self._threads.submit(part, directory, machines, have)
+                    self._threads.submit(part, self.folder.directory(step.save), machines, have)
 
     # -- ending
 

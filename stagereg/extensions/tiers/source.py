@@ -47,8 +47,7 @@ class TierSource(CheckpointSource):
 
     def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:
         with ExitStack() as opened:
-            reader = opened.enter_context(self._tier.reading(self._steps[candidate.path]))
-            files = TierFiles(candidate.path, reader)
+            files = TierFiles(candidate.path, opened.enter_context(self._tier.reading(self._steps[candidate.path])))
             files.push(opened.pop_all())
         return files
 

@@ -152,8 +152,7 @@ class StepReader(ExitStack):
 
     def _map(self, name: str) -> memoryview:
         if name not in self._mapped:
-            path = f"{self._folder.directory(self.step.save)}/{name}"
-            descriptor = open_regular(path, owner=os.geteuid())
+            descriptor = open_regular(f"{self._folder.directory(self.step.save)}/{name}", owner=os.geteuid())
             self.callback(os.close, descriptor)
             empty = os.fstat(descriptor).st_size == 0
             # Copy-on-write: writes by this process do not change the file.

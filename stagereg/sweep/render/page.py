@@ -38,9 +38,8 @@ def compare_page(comparison: Comparison, picture: bytes = b"") -> str:
     jobs = [job for row in comparison.ranked for job in row.jobs]
     began = min((job.started for job in jobs if job.started > 0), default=None)
     when = "" if began is None else f" · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}"
-    loader = jinja2.FileSystemLoader(_TEMPLATES)
     environment = jinja2.Environment(
-        loader=loader,
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
