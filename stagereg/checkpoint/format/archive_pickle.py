@@ -1,4 +1,4 @@
-"""Checks the pickle in an archive of ``torch.save`` before torch reads it.
+"""Checks the pickle in a ``torch.save`` archive before torch reads it.
 
 ``torch.load(weights_only=True)`` runs no code from a pickle, but allocates every size that the pickle contains, such as
 ``torch.Tensor(1 << 30)``. This module runs the same instructions with placeholders instead of objects. It accepts only
@@ -33,8 +33,6 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """Placeholder for a tensor."""
-
     whole: bool  # False if the tensor may have more elements than its storage
 
 
@@ -49,8 +47,6 @@ class _Dict(dict[Any, Any]):
 
 
 class _Bytes(str):
-    """Placeholder for bytes."""
-
     __slots__ = ()
 
 
@@ -62,7 +58,7 @@ class _Tuple(tuple[Any, ...]):
 
 
 def expect_bounded(found: Mapping[str, memoryview]) -> None:
-    """Raise an exception if a pickle would make torch allocate more memory than the records ``found`` contain."""
+    """Raise an exception if a pickle would make torch allocate more memory than the records in ``found`` have."""
     _Walk(found).load()
 
 
@@ -148,7 +144,7 @@ def _of_type(reader: _Walk, of: Any, kind: Any, given: Any, state: Any) -> Any:
 
 
 def _made_of(*kinds: type) -> Callable[..., Any]:
-    """Return a rule for a function that takes these kinds of arguments, and returns an object of about their size."""
+    """Return the rule for a function that takes arguments of ``kinds``, and returns an object of about their size."""
 
     def make(_: _Walk, *given: Any) -> Any:
         for each in given:

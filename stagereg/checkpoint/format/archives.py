@@ -1,4 +1,4 @@
-"""Finds the records in a zip archive of ``torch.save``, and builds a new archive of them for ``torch.load``.
+"""Finds the records in a zip archive that ``torch.save`` wrote, and builds a new archive of them for ``torch.load``.
 
 So torch never parses the zip structure of an untrusted file. Records must be uncompressed and must not overlap, so
 they cannot need more memory than the file has bytes.
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[^/]+/([\w.+/-]+)", re.ASCII)
 
 
 def records(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
-    """Return a view of each record of an archive, by its name without the folder. Raises: ``ValueError``."""
+    """Map record names, without the folder, to views of the records. Raises: ``ValueError`` for invalid archives."""
     view = memoryview(data).cast("B")
     try:
         with zipfile.ZipFile(_Parts([view])) as archive:

@@ -29,7 +29,7 @@ crc32 = _fastest()  # crc32(data, crc=0); ``crc`` is the CRC-32 of the bytes bef
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two concatenated byte strings from their CRC-32s; the second one has ``length`` bytes.
+    """Return the CRC-32 of two concatenated byte strings from their CRC-32s. ``length``: the size of the second string.
 
     A CRC is a remainder modulo a polynomial over GF(2); each appended byte multiplies it by ``x**8``.
     """
@@ -38,7 +38,7 @@ def combined(first: int, second: int, length: int) -> int:
 
 @functools.lru_cache(256)  # most calls have the same length
 def _power(length: int) -> int:
-    """Return the factor that appends ``length`` zero bytes."""
+    """Return the polynomial whose product with a CRC appends ``length`` zero bytes."""
     found, power = _ONE, _EIGHTH_POWER
     while length:
         if length & 1:

@@ -72,7 +72,7 @@ class VerificationResult:
 
 
 def differences(manifest: Manifest, found: Mapping[str, Found]) -> dict[str, str]:
-    """Return a description of each error, by file name. A file of the manifest that is not in ``found`` is missing."""
+    """Return a description of each error, by file name. Files of the manifest that ``found`` lacks count as missing."""
     compared = {name: difference(mark, found.get(name, "missing")) for name, mark in manifest.files.items()}
     return {name: what for name, what in compared.items() if what}
 

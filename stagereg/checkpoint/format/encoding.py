@@ -211,7 +211,7 @@ def decode(tree: Any, name: str, rank: int | None = None) -> Any:
     """Decode the structure of an entry, with a :class:`Leaf` for each tensor and object. Runs no code.
 
     If a value differs between ranks, decode the value of ``rank``, or of the lowest rank if ``rank`` has none.
-    Raises: ``CheckpointError``.
+    Raises: ``CheckpointError`` if the structure is invalid.
     """
     try:
         return _decode(tree, name, str(rank), 0)

@@ -28,7 +28,7 @@ INDEX_BYTES = 1 << 30  # size of the largest index that is read; each tensor tak
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized dtypes are not saved
 ARCHIVE = "archive"  # layout of a chunk that ``torch.save`` has written
-SUBCLASS = "subclass"  # layout of a chunk of ``torch.save`` with a tensor that wraps other tensors
+SUBCLASS = "subclass"  # layout of a chunk in which ``torch.save`` has written a tensor that wraps others
 _FORMAT = 1
 MOST_DIMENSIONS = 64
 _SHORT = 1 << 20  # longest structure, in characters, that is validated again after a change
@@ -37,7 +37,7 @@ _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
 
 @dataclass(frozen=True)
 class TensorResult(WriteResult):
-    """The result of ``write_data`` for a tensor, instead of torch's ``WriteResult``, with the offset of its bytes.
+    """The result of ``write_data`` for a tensor. Unlike torch's ``WriteResult``, it has the offset of the bytes.
 
     Attributes:
         content: the offset of the shard's first element in the file ``storage_data.relative_path``. The other elements
@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
     start: tuple[int, ...]  # offset of the shard in each dimension of the whole tensor
     shape: tuple[int, ...]  # shape of the shard
     # ``None`` for elements in row-major order; the strides, in elements, for another order without gaps;
-    # ``"archive"`` or ``"subclass"`` for an archive of ``torch.save``
+    # ``"archive"`` or ``"subclass"`` for a ``torch.save`` archive
     layout: tuple[int, ...] | str | None
 
 
@@ -167,9 +167,9 @@ class Readable(NamedTuple):
 def expect_readable(
     index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
 ) -> Readable:
-    """Validate an index before its commit, as a reader does, and return its content. Raises: ``CheckpointError``.
+    """Validate an index before its commit, and return its content. Raises: ``CheckpointError`` if it is invalid.
 
-    ``before``: the content of the last index. If its tables are equal, only short structures that have changed are
+    ``before``: the content of the last index. If the tables are unchanged, only changed short structures are
     validated: for 100,000 tensors, a complete validation takes one or two seconds on the background thread.
     """
     found = Index.loads(index, sizes) if tables != before.tables else None
@@ -187,7 +187,7 @@ def expect_readable(
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
     """Build the tables of ``index.json`` from torch's metadata and the results of each rank's ``write_data``.
 
-    ``objects``: the names of the objects, and of the tensors that wrap others. Raises: ``CheckpointError``.
+    ``objects``: the names of objects and wrapper tensors. Raises: ``CheckpointError`` if a result is missing.
     """
     files: dict[str, int] = {}
 

@@ -85,7 +85,7 @@ class Manifest:
         return "; ".join(f"{', '.join(names)} of rank {rank}" for rank, names in self.lost.items() if names)
 
     def dumps(self) -> str:
-        """Return the text of ``manifest.json``. Its CRC-32 is that of compact JSON with sorted keys."""
+        """Return the text of ``manifest.json``, with the CRC-32 of the other fields as compact, sorted JSON."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
         for name in ("metrics", "lost", "command"):
             if not data[name]:

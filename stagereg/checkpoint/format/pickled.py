@@ -2,7 +2,7 @@
 
 ``torch.save`` stores such an object: a tuple that contains a tensor, or a value of an allowed type
 (``torch.serialization.add_safe_globals([T])``). ``torch.load(weights_only=True)`` reads it. A save first tries both
-without tensor data. :mod:`.archives` and :mod:`.archive_pickle` check an archive before torch reads it.
+calls without tensor data. :mod:`.archives` and :mod:`.archive_pickle` check an archive before torch reads it.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def expect_loadable(name: str, value: Any) -> None:
 
 
 def _types_in(attribute: tuple[str, Any]) -> tuple[object, ...]:
-    """Return the name of an attribute, its type, and the types of its items."""
+    """Return the name of an attribute, the type of its value, and the types of the value's items."""
     name, value = attribute
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return name, type(value), *(map(type, items) if isinstance(value, (dict, list, tuple, set, frozenset)) else ())
 
 
 def _expect_read_back(name: str, value: Any, form: str = "") -> None:
-    """Raise ``CheckpointError`` if a trial save cannot be read back, or if its form is not ``form`` afterwards."""
+    """Raise ``CheckpointError`` if a trial save cannot be read back, or if the result's form is not ``form``."""
     stream = io.BytesIO()
     try:
         with torch.serialization.skip_data():
@@ -173,7 +173,7 @@ def expect_dense(name: str, dtype: torch.dtype, layout: torch.layout | str, verb
 
 
 def load(name: str, data: bytes | bytearray) -> Any:
-    """Return the object that ``torch.save`` has written as ``data``. Raises: ``CheckpointError``."""
+    """Return the object that ``torch.save`` wrote as ``data``. Raises: ``CheckpointError`` if torch rejects it."""
     found: Mapping[str, memoryview] = {}
     try:
         found = records(data)

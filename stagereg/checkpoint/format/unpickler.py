@@ -76,7 +76,7 @@ class BoundedUnpickler(pickle._Unpickler):
                 self._count(value, levels - 1)
 
     def call(self, of: Any, given: Any) -> Any:
-        """Return the result of calling ``of``, a :class:`Name`, with the arguments ``given``."""
+        """Return the result of calling the function that ``of`` names with the arguments in ``given``."""
         raise NotImplementedError
 
     def build(self, made: Any, state: Any) -> None:
@@ -84,7 +84,7 @@ class BoundedUnpickler(pickle._Unpickler):
         raise NotImplementedError
 
     def make_tuple(self, items: list[Any]) -> Any:
-        """Return a tuple. A subclass limits its nesting, because Python follows each path in it to hash or print it."""
+        """Return a tuple. Subclasses limit its nesting, because Python visits every path in it to hash or print it."""
         raise NotImplementedError
 
     def set_items(self, of: Any, items: list[Any]) -> None:

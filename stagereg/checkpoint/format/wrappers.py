@@ -1,7 +1,7 @@
 """Tensor subclasses that wrap other tensors and have no storage of their own, such as quantized weights of torchao.
 
 ``__tensor_flatten__`` names the inner tensors, which have the bytes and may wrap other tensors. A copy to a plain
-tensor of the outer dtype would round, so the inner tensors are saved and compared. The functions here treat a
+tensor of the outer dtype would round values, so the inner tensors are saved and compared. The functions here treat a
 ``DTensor`` as its local tensor.
 """
 
@@ -83,13 +83,13 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def cloned(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose inner tensors are in host memory, each with a storage of exactly its elements."""
+    """Return a copy whose inner tensors are in host memory, each in a storage without other elements."""
     spec = flatten(x)
     copy: torch.Tensor = spec.unflatten([each.detach().cpu().clone() for each in spec.tensors])
     return copy
 
 
 def owning(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` if its inner tensors are in host memory, in storages of exactly their elements; otherwise a copy."""
+    """Return ``x`` if its inner tensors are in host memory, in storages without other elements; otherwise a copy."""
     own = all(each.is_cpu and each.untyped_storage().nbytes() == each.nbytes for each in inner_tensors(x))
     return x if own else cloned(x)

@@ -240,7 +240,7 @@ class _Work:
         return sum(part.nbytes for x in leaves for part in _parts(x)) - sum(x.nbytes for x in own.values())
 
     def share_out(self, prepared: Sequence[_Prepared], lasting: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
-        """Return rank 0's reply to each rank: its plan (``None``: reuse the previous one), and the structures to send.
+        """Return rank 0's reply to each rank: the rank's plan (``None``: its last plan), and the structures to send.
 
         If the ranks must compare replicas first, each reply is the result of the comparison instead.
         """
@@ -307,7 +307,7 @@ class _Work:
         return self._to.read_back is not None and not self._cache.was_read_back
 
     def _release_copy(self) -> None:
-        """Release the copy. Raises: the error of the training loop, if staging has failed there."""
+        """Release the copy. Raises: the error that made staging fail."""
         write, copy = self._write, self._write.copy
         if write.is_first:
             copy.get()

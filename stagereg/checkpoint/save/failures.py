@@ -28,7 +28,7 @@ class Failures:
         warns: whether failures are logged instead of raised.
         first: whether this rank logs the events that concern all ranks.
         describe_newest: returns a sentence about the newest valid checkpoint.
-        where: the directory of the saves. The next save in it clears a failure of an earlier checkpointer.
+        where: the directory of the saves. The next save to it clears the failure of an earlier checkpointer.
     """
 
     def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str], where: str = "") -> None:
@@ -62,7 +62,7 @@ class Failures:
             raise failures[0]
 
     def log_after(self, failure: BaseException, known: BaseException) -> None:
-        """Log a failure that no call raises, after the error ``known``. Only the first rank logs the same reason."""
+        """Log a failure that no call raises. If its reason is that of ``known``, only the first rank logs it."""
         text = describe_after(failure, known)
         if self._first or text == str(failure):
             _log.error("%s", text)
@@ -74,7 +74,7 @@ class Failures:
         self._warn(error)
 
     def set_status(self, failed: int | None) -> None:
-        """If failures are warnings, report the failed step ``failed`` when the process exits; ``None`` cancels it."""
+        """If failures are warnings, report at exit that step ``failed`` was not saved. ``None`` cancels the report."""
         if (earlier := _STATUS.pop(self._where, None)) is not None:
             shutdown.withdraw_error(earlier)
         if self.warns and failed is not None:

@@ -48,7 +48,7 @@ class SaveThread:
     forked child, the thread does not exist, and no save is in progress.
 
     Args:
-        target: receives the saves. Its schedule is notified of the age of each state when its checkpoint is complete.
+        target: receives the saves. Its schedule gets the age of each saved state when the checkpoint is complete.
         timeout: the timeout of one save, from the end of the previous save.
         warns: whether failures are logged instead of raised.
         stats: counts the saves, bytes and seconds.
@@ -95,21 +95,21 @@ class SaveThread:
         self.newest = step
 
     def listen(self, listener: Callable[[int], object]) -> None:
-        """Call ``listener`` on the thread with the step of each checkpoint that is complete, before its save ends."""
+        """Call ``listener`` on the thread with the step of each complete checkpoint, before the save ends."""
         self._listeners.append(listener)
 
     def wait_for_turn(self) -> None:
-        """Wait until fewer than two saves are in progress, so that another may be staged, or until a save times out."""
+        """Wait until fewer than two saves are in progress, so the next may be staged, or until a save times out."""
         self.wait(_MOST_UNDER_WAY)
 
     def submit(self, write: Write) -> None:
-        """Queue a copy, to be written after the earlier copies. If this fails, :meth:`raise_failure` raises."""
+        """Queue a copy, to be written after the earlier copies. If the write fails, :meth:`raise_failure` raises."""
         self._start()
         self._under_way.append(write)
         self._queue.put(partial(self._write, write))
 
     def call_when_idle(self, look: Callable[[], None]) -> None:
-        """Call ``look`` on the thread once a second while no save runs. The bound method is referenced weakly."""
+        """Call the bound method ``look`` on the thread once a second while no save runs. Stores a weak reference."""
         self._look = weakref.WeakMethod(look)
         self._start()
 
@@ -124,7 +124,7 @@ class SaveThread:
             self._thread = thread
 
     def wait(self, most: int = 1) -> bool:
-        """Wait until fewer than ``most`` saves are in progress. Return False if a save exceeds its timeout."""
+        """Wait until the number of saves in progress is below ``most``. Return False if a save exceeds its timeout."""
         if self._retake is not None:
             self._retake.confirm()
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= most:
@@ -132,7 +132,7 @@ class SaveThread:
         return first is None or not first.late
 
     def finish(self) -> bool:
-        """Call :meth:`wait`, then wait until old checkpoints are deleted, for at most another timeout."""
+        """Call :meth:`wait`, then wait until old checkpoints are deleted, for at most the timeout of one save."""
         ended, until = self.wait(), time.monotonic() + self.timeout_s
         while ended and self._clearing and os.getpid() == self._process and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)

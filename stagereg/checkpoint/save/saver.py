@@ -256,7 +256,7 @@ class Saver:
         return request, StagedCopy(request, ReplicaSave() if replicas is None else replicas.begin_save())
 
     def look_for_hang(self) -> None:
-        """Exit the process, or only warn, if ``stage`` exceeds the timeout. The training thread hangs in that call."""
+        """Exit the process, or only warn, if the training thread is in the stager's ``stage`` beyond the timeout."""
         copying, limit_s = self._copying, self._threads.last.timeout_s
         if copying is None or record.now() < copying[1] + limit_s:
             return
@@ -316,7 +316,7 @@ class Saver:
             self._copying = None
 
     def _settle(self, step: int, copy: StagedCopy) -> None:
-        """Wait until the stager has finished its copy, while the writer works. Makes the calls in torch's order."""
+        """Wait until the stager has finished its copy. The writer works meanwhile, as in torch's ``async_save``."""
         try:
             if copy.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()

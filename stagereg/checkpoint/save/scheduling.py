@@ -16,7 +16,7 @@ _TURN_S = 0.0002  # seconds after which Python switches threads
 
 
 def give_way() -> None:
-    """Prevent this thread, and threads that it starts later, from preempting other threads. Only on Linux."""
+    """Prevent this thread, and threads that it starts later, from preempting others. Has an effect only on Linux."""
     with suppress(OSError, AttributeError):  # only Linux has the call
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

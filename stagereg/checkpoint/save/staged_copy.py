@@ -85,7 +85,7 @@ class StagedCopy:
         inspect: Callable[[dict[str, Any]], object] | None,
         release: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """Record that the stager begins to copy. When all targets have written, ``release`` gets the copy."""
+        """Record that the stager begins to copy. ``release`` gets the copy when all targets have written the copy."""
         self.stager, self.outline, self.inspect = stager, outline, inspect or self.inspect
         self._release = release or self._release
         self.began = record.now()
@@ -134,7 +134,7 @@ class StagedCopy:
         return confirm
 
     def leave(self) -> None:
-        """Record that a target has finished with the copy. After the last target, the stager may reuse its memory."""
+        """Record that a target has finished with the copy. After the last target, the stager may reuse the memory."""
         with self._lock:
             self._readers -= 1
             if self._readers > 0:
@@ -151,7 +151,7 @@ class StagedCopy:
         self._expect_staged()
 
     def record(self) -> None:
-        """Record the event of a complete copy. Called once, on the thread of the last target."""
+        """Record the event ``stage`` if the copy is complete. Called once, on the thread of the last target."""
         if self._completed and self.nbytes is not None:
             seconds = self._completed - self.began
             record.emit("stage", step=self._step, start=self.began, seconds=seconds, bytes=self.nbytes, **self._tags)

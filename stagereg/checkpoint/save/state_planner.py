@@ -1,8 +1,8 @@
 """Plans a save like torch's ``DefaultSavePlanner``, with the same result, in a fraction of the time.
 
-The plan and the content of ``.metadata`` are the same. For each plain tensor or shard of a ``DTensor``, torch creates
-seven objects, and this planner two: tensors with the same dtype, shape and offsets share objects, which also makes
-messages and metadata shorter. All other values are planned by torch's code.
+The plan and the content of ``.metadata`` are the same as torch's. For each plain tensor or shard of a ``DTensor``,
+torch creates seven objects, and this planner two. Tensors with the same dtype, shape and offsets share objects, so
+messages and metadata are shorter. All other values are planned by torch's code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from stagereg.errors import CheckpointError, RankMismatchError
 class StatePlanner(DefaultSavePlanner):
     """Plans one save or consecutive saves. A state with unchanged dtypes and shapes reuses the previous plan.
 
-    If several ranks have an entry, the lowest of them writes it. So buffers that drift between replicas, such as
+    If several ranks have an entry, the lowest of these ranks writes it. So buffers that drift between replicas, such as
     running statistics under DDP, are saved from the rank that DDP broadcasts them from.
     """
 
@@ -163,7 +163,7 @@ class StatePlanner(DefaultSavePlanner):
 
 
 def _is_new(item: WriteItem, taken: Mapping[MetadataIndex, TensorWriteData | None]) -> bool:
-    """Return whether no earlier rank has an item. Raises: ``RankMismatchError`` if its dtype or shape differs there."""
+    """Return whether no earlier rank has an item. Raises: ``RankMismatchError`` if one has another dtype or shape."""
     if item.index not in taken:
         return True
     one, other = taken[item.index], item.tensor_data
@@ -177,7 +177,7 @@ def _layout(data: TensorWriteData) -> tuple[object, ...]:
 
 
 def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
-    """Raise ``CheckpointError`` if shards do not cover a tensor. torch's check takes quadratic time in the ranks."""
+    """Raise ``CheckpointError`` if shards do not cover a tensor. torch's check takes time quadratic in the ranks."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     ends = [extent for box in boxes for extent in zip(*box, tensor.size, strict=True)]
     outside = any(begin < 0 or begin + size > whole for begin, size, whole in ends)
@@ -263,7 +263,7 @@ def name_for_each(
     """Add the options of a parameter group under the names of all its parameters, as torch's flattened state dicts do.
 
     An option is written once, under the group's first parameter. The metadata, which only torch reads, and the ranks'
-    results also get the other names. ``groups``: by optimizer, the parameters of each group, by first name.
+    results also get the other names. ``groups``: by optimizer, maps the first parameter of a group to all of them.
     """
     for share in results:
         for result in list(share):

@@ -29,10 +29,10 @@ class StoreTarget(SaveTarget):
 
     Attributes:
         store: the checkpoint directory.
-        token: a random hexadecimal string of the run; it determines the temporary names of its saves.
+        token: a random hexadecimal string of the run, in the temporary names of the run's saves.
 
     Args:
-        fields: functions that return fields of :class:`.Manifest` by name. Before a commit, rank 0 calls each with the
+        fields: functions that return :class:`.Manifest` fields as a dict. Before a commit, rank 0 calls each with the
             step, on the thread of the save.
     """
 

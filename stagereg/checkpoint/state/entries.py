@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """A value that differs between ranks (:func:`per_rank`). Attributes: ``value``, the given or the restored value."""
+    """A value that differs between ranks (:func:`per_rank`). ``value``: the given or the restored value."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -110,7 +110,7 @@ def capture(
 
 
 def value_of(state: Mapping[str, Any], name: str) -> Any:
-    """Return the value under a name, without :class:`PerRank`; a random generator as :class:`.GeneratorState`."""
+    """Return the value under a name. Unwraps :class:`PerRank`; wraps random generators in :class:`.GeneratorState`."""
     value = state[name]
     value = value.value if isinstance(value, PerRank) else value
     return generator_state(value) or value
@@ -133,7 +133,7 @@ def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) ->
 def buffers(state: Mapping[str, Any]) -> set[str]:
     """Return the dotted names of the modules' buffers. The values of a buffer may drift apart between replicas.
 
-    The result has the buffers of submodules with and without the entry's name, as ``model.bn.mean`` and ``bn.mean``.
+    A buffer of a submodule has two names in the result, with and without the entry: ``model.bn.mean`` and ``bn.mean``.
     """
     found = {
         (name, module_state.plain_name(module, buffer))

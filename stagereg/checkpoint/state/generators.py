@@ -51,7 +51,7 @@ class GeneratorState:
 
     @property
     def seed(self) -> str:
-        """A string for the seed, equal on ranks that seeded the generator identically; see :func:`.rng.seeds`."""
+        """A string that is equal on ranks that seeded the generator identically; see :func:`.rng.seeds`."""
         generator = self._generator
         return str(generator.initial_seed() if isinstance(generator, torch.Generator) else self.state_dict()[_STATE])
 
@@ -68,7 +68,7 @@ class GeneratorState:
             generator.set_state(rng.seeded_numpy(generator, seed).get_state(legacy=False))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a state. Raises: ``CheckpointError`` if another kind of generator has saved it, or if it is invalid."""
+        """Load a state. Raises: ``CheckpointError`` if the state is invalid, or from another kind of generator."""
         self.expect_loadable(saved)
         _set(self._generator, saved[_STATE])
 

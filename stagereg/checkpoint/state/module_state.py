@@ -61,7 +61,7 @@ def plain_name(module: torch.nn.Module, name: str) -> str:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a saved name without wrapper prefixes, except ``module``: a submodule may have this name."""
+    """Return a saved name without wrapper prefixes. Keeps ``module``, because a submodule may have this name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 

@@ -41,7 +41,7 @@ class NameMap:
         self.unused: list[str] = []
 
     def rename_entries(self, saved: Collection[str], here: Collection[str]) -> dict[str, str]:
-        """Map each entry of the state (``here``) to its name in the checkpoint. Raises: ``CheckpointError``."""
+        """Map the new names of entries to their saved names. Raises: ``CheckpointError`` if two new names are equal."""
         self._state = here
         pairs = [pair for pair in self._pairs.items() if any(_below(name, pair[1]) is not None for name in here)]
         found = by_new_name(_active(pairs, saved), saved)
@@ -49,7 +49,7 @@ class NameMap:
         return found
 
     def moves(self, entry: str, saved: Collection[str]) -> list[tuple[str, str]]:
-        """Return the renames, as old and new names, that apply to the parameters of a module entry."""
+        """Return the renames that apply to the parameters of a module entry, as pairs of old and new name."""
         found = self._moves[entry] = self._of_entry(entry, saved)
         return found
 
@@ -112,7 +112,7 @@ class NameMap:
         return found
 
     def _readings(self, entry: str, old: str, new: str) -> list[tuple[str, str]]:
-        """Return how a rename may apply to an entry, first with names that begin with the entry's name."""
+        """Return the pairs (old, new) that a rename may mean in an entry: first without its name, then as given."""
         inner = _below(old, entry), _below(new, entry)
         if inner[0] is None:
             inner = _below(old, self._entries.get(entry, entry)), inner[1]
@@ -149,7 +149,7 @@ def _active(pairs: Sequence[tuple[str, str]], saved: Collection[str]) -> list[tu
 
 
 def by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[str, str]:
-    """Map the new name of each saved name to the saved name. Raises: ``CheckpointError`` if two new names are equal."""
+    """Map the new names to the saved names. Raises: ``CheckpointError`` if two saved names get the same new name."""
     found: dict[str, str] = {}
     for name in saved:
         here = moved(name, moves) if moves else name
@@ -169,7 +169,7 @@ def advice(
     present: Collection[str],
     alike: Callable[[str, str], bool],
 ) -> str:
-    """Return a text that proposes options to restore a module with missing names. It is empty if no option fits.
+    """Return a text that proposes options to restore a module with missing names; an empty text if no option fits.
 
     Args:
         entry: the entry of the module.
@@ -209,7 +209,7 @@ def advice(
 
 
 def _groups(missing: Sequence[str], present: Collection[str]) -> dict[str, list[str]]:
-    """Group missing names by their shortest prefix that no present name has."""
+    """Group the missing names by the shortest prefix that no name in ``present`` starts with."""
     taken = {".".join(name.split(".")[:end]) for name in present for end in range(1, name.count(".") + 2)}
     groups: dict[str, list[str]] = {}
     for name in missing:

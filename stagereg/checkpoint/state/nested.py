@@ -54,11 +54,11 @@ class NestedState(MutableMapping[str, Any]):
         return self._ways[name]
 
     def takes(self, name: str) -> bool:
-        """Return whether a container in the state could store ``name``, which is not an entry of the program."""
+        """Return whether ``name`` is not in the state yet, but a container in the state could store it."""
         return name not in self._ways and bool(self._containers_of(name))
 
     def add(self, name: str) -> None:
-        """Add an entry with the value ``None`` to its container, and create the dicts in between.
+        """Add an entry with the value ``None`` to its container, and create missing inner dicts.
 
         Raises:
             CheckpointError: the container is not a dict whose keys are strings.
@@ -95,7 +95,7 @@ class NestedState(MutableMapping[str, Any]):
 
 
 class Spreader:
-    """Flattens the state of a program. Remembers the containers without objects from the last call."""
+    """Flattens the state of a program. Remembers which containers had no objects in the last call."""
 
     def __init__(self) -> None:
         self._plain: dict[int, Any] = {}
@@ -162,7 +162,7 @@ def expect_savable(state: Mapping[str, Any]) -> None:
 
 
 def expect_reachable(state: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if a plain value has an object inside, which a restore would replace with a copy.
+    """Raise ``CheckpointError`` if a plain value contains an object. A restore would replace this object with a copy.
 
     A data loader or sampler without ``state_dict`` is rejected too.
     """
@@ -244,7 +244,7 @@ def _find_unreached(value: Any, path: str, seen: set[int], depth: int = 0) -> tu
 
 
 def _put(state: Any, way: tuple[Any, ...], value: Any) -> None:
-    """Set a value in its container. A tuple is immutable, so a new tuple replaces it in the container around it."""
+    """Set a value in its container. If the container is a tuple, put a new tuple into the container around it."""
     *before, key = way
     holder = reduce(getitem, before, state)
     if not isinstance(holder, tuple):

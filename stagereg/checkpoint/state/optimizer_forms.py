@@ -73,7 +73,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def _is_torchs(saved: Any) -> bool:
-    """Return whether a value is optimizer state in torch's form, with parameters as numbers or strings."""
+    """Return whether a value is optimizer state in torch's form, with numbers or strings for the parameters."""
     if not (isinstance(saved, dict) and isinstance(saved.get(STATE), Mapping) and type(saved.get(GROUPS)) is list):
         return False
     groups = saved[GROUPS]

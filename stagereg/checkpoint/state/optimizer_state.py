@@ -116,7 +116,7 @@ def optimizers_of(value: Any) -> list[Optimizer]:
     """Return the optimizers of ``value``, which is an optimizer or a list of optimizers; otherwise an empty list.
 
     A container of optimizers, such as torchtitan's ``OptimizersContainer``, counts as a list. An object without
-    ``param_groups`` is not an optimizer: its class has not called ``Optimizer.__init__``.
+    ``param_groups`` does not count as an optimizer: its class has not called ``Optimizer.__init__``.
     """
     of_many = isinstance(value, Optimizer) and isinstance(value, Iterable)
     each = list(value) if of_many or isinstance(value, (list, tuple)) else [value]
@@ -347,7 +347,7 @@ def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
 
 
 def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Sequence[Sequence[str]]) -> None:
-    """Warn if two groups with different options were saved as one. ``saved``: for each group, its saved groups."""
+    """Warn if two groups with different options were saved as one. ``saved``: the saved groups of each group."""
     groups = [hyperparameters(group) for group in optimizer.param_groups]
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
@@ -368,7 +368,7 @@ def _groups_here(optimizer: Optimizer, names: Names) -> list[list[str]]:
 
 
 def _keep_apart(structures: dict[str, Any]) -> None:
-    """Copy shared leaves of two parameters, because each parameter reads the saved value into its own memory."""
+    """Copy leaves that two parameters share, because each parameter reads the saved value into its own memory."""
     seen: set[int] = set()
     for name, structure in structures.items():
         leaves = {id(leaf) for leaf in marks(structure)}

@@ -1,8 +1,8 @@
 """Records the properties of optimizer tensors that neither their bytes nor ``load_state_dict`` restore.
 
-``load_state_dict`` casts the state of a parameter to the parameter's dtype. A checkpoint stores a tensor that several
-ranks have written in row-major order, and does not distinguish a plain tensor from a replicated ``DTensor``. A save
-adds a note for each tensor that a restore would otherwise change (docs/format.md). Most optimizers need no notes.
+``load_state_dict`` casts the state of a parameter to the parameter's dtype. A tensor that several
+ranks write is stored in row-major order, and a plain tensor is stored like a replicated ``DTensor``. A save adds a note
+for each tensor that a restore would otherwise change (docs/format.md). Most optimizers need no notes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
     Args:
         states: the states of the parameters, by name.
         parameters: the parameters, by name.
-        whole: the rest of the entry, which gets only notes on strides.
+        whole: the other values of the entry. Their notes have only strides.
     """
     notes: dict[str, dict[str, Any]] = {_DTYPES: {}, _STRIDES: {}, _PLACED: {}}
     for name, state in states.items():
@@ -76,7 +76,7 @@ def split_as(param: torch.Tensor, value: Any, path: str) -> Any:
 
 
 def _dtypes(value: Any, key: Any = None) -> Iterator[torch.dtype | None]:
-    """Yield the dtype of each tensor in a value. For a step counter, yield ``None`` unless it is float32."""
+    """Yield the dtype of each tensor in a value. Skips a float32 step counter; yields ``None`` for any other."""
     if isinstance(value, torch.Tensor):
         if key != _STEP:
             yield value.dtype
@@ -149,7 +149,7 @@ def keeps_dtypes(notes: Mapping[str, Any], name: str, param: torch.Tensor) -> bo
 
 
 def given_back(given: Any, taken: Any, dtypes: bool) -> Any:
-    """Undo changes of ``load_state_dict`` in a parameter's state: ``given`` was loaded, and ``taken`` is the result.
+    """Undo what ``load_state_dict`` changed in a parameter's state: ``given`` is its input, ``taken`` its result.
 
     If ``dtypes`` is true, tensors get their saved dtypes back. Strings are always restored, because torch replaces each
     string, even in a set, with the ``repr`` of a generator.

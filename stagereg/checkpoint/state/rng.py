@@ -85,9 +85,9 @@ def _set(state: dict[str, torch.Tensor]) -> None:
 
 
 def seeds() -> dict[str, str]:
-    """Return a string that identifies the seed of each generator, equal on ranks with identical seeds.
+    """Return a string for the seed of each generator. Ranks with identical seeds get equal strings.
 
-    For torch, it is the seed. Python and NumPy do not store a seed, so it is a digest of the current state.
+    For torch, the string is the seed. Python and NumPy do not store a seed, so it is a digest of the current state.
     """
     found = {"python": _digest(random.getstate()), "torch": str(torch.initial_seed())}
     if accelerator := _accelerator():

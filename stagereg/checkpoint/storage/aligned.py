@@ -32,7 +32,7 @@ _MOST_PENDING = 8  # maximum pieces in the queue; more would hold the caller's m
 
 
 class AlignedFile:
-    """A new file. A thread writes its data to ``target`` in order, or the caller if no thread can be started.
+    """A new file. A thread writes its data to ``target`` in order. If no thread can be started, the caller writes.
 
     Small writes go through ``buffers`` (:func:`make_buffers`), which another file may use afterwards. Call
     :meth:`finish` before the context manager exits. Methods raise the ``OSError`` of the current or an earlier write.
@@ -78,7 +78,7 @@ class AlignedFile:
         return self._begin + self._filled
 
     def flush(self) -> None:
-        """Do nothing, because ``torch.save`` flushes after each tensor."""
+        """Do nothing: ``torch.save`` calls this after each tensor, but only :meth:`finish` must write all data."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes and return their number."""
@@ -94,7 +94,7 @@ class AlignedFile:
         return size
 
     def align(self, address: int, nbytes: int) -> None:
-        """Write zeros up to an offset from which large memory of ``nbytes`` at ``address`` needs no buffer."""
+        """Pad with zeros, so that large memory of ``nbytes`` at ``address`` can be written without a buffer."""
         if nbytes >= _STRAIGHT_BYTES:
             self.write(bytes((address - self.tell()) % PAGE))
 

@@ -66,7 +66,7 @@ class TorchDcpStorage(FileSystemWriter, Storage):
         super().__init__(path or "")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write with torch's writer, and report each of its results as an archive of ``torch.save``."""
+        """Write with torch's writer, and report each result as a ``torch.save`` archive."""
         written = super().write_data(plan, planner)
         return written.then(
             lambda done: [ArchiveResult(each.index, each.size_in_bytes, each.storage_data) for each in done.wait()]

@@ -24,7 +24,7 @@ K = TypeVar("K")
 
 
 def digests_of(items: Iterable[WriteItem], planner: SavePlanner) -> dict[Written, int]:
-    """Return the CRC-32 of the items that :func:`bounded` selects, except tensors that wrap others."""
+    """Return the CRC-32 of each item that :func:`bounded` selects, except wrapper tensor subclasses."""
     by_key: dict[Written, WriteItem] = {}
     sizes: dict[Written, int] = {}
     for item in items:

@@ -61,7 +61,7 @@ def _asked(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> En
 
 
 class _Archive(io.BytesIO):
-    """A file for ``torch.save`` that omits skipped ranges, and records their offsets and sizes."""
+    """A file object for ``torch.save``. Omits the ranges that torch skips, and records their offsets and sizes."""
 
     def __init__(self) -> None:
         super().__init__()

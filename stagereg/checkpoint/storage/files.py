@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileStorage(Storage):
-    """Base class of storages that write files. A subclass writes the files of a rank, this class torch's ``.metadata``.
+    """Base class of storages that write files. A subclass writes the files of a rank; this class writes ``.metadata``.
 
     Files go to a directory, or to a URL that fsspec supports. Not thread-safe: an object writes one checkpoint at a
     time.
@@ -88,7 +88,7 @@ class FileStorage(Storage):
         return dict(self._marks)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin a new checkpoint in ``checkpoint_id``, by default in :attr:`path`. Raises: ``CheckpointError``."""
+        """Begin a checkpoint in ``checkpoint_id``, by default :attr:`path`. Raises like :func:`.expect_fit`."""
         path = os.fspath(checkpoint_id or self.path)
         expect_fit(self, path)
         self.path = path
@@ -99,7 +99,7 @@ class FileStorage(Storage):
             raise CheckpointError("use_collectives=False needs torch's own FileSystemWriter.")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the directory. Raises: ``CheckpointError`` if the path is not set; ``OSError``."""
+        """Create the directory. Raises: ``CheckpointError`` if the path is not set; ``OSError`` for other reasons."""
         if not self.path:
             raise CheckpointError(
                 f"{type(self).__name__} has no directory. Construct it with path=..., or save with checkpoint_id=..."
@@ -138,7 +138,7 @@ class FileStorage(Storage):
             file.write(self._metadata)
 
     def reader(self, path: StrPath) -> StorageReader:
-        """Return a reader for files with an archive of ``torch.save`` per entry. The reader runs no code from files."""
+        """Return a reader for files with one ``torch.save`` archive per entry. The reader runs no code from files."""
         return torch_reader(path)
 
     @contextmanager
@@ -164,7 +164,7 @@ class FileStorage(Storage):
 def torch_reader(path: StrPath, unpack: Callable[[bytes], bytes] | None = None) -> StorageReader:
     """Return a reader for torch's format from an installed extension. The reader runs no code from a file.
 
-    ``unpack`` converts the bytes of an entry to an archive of ``torch.save``. Raises: ``CheckpointError`` if no
+    ``unpack`` converts the bytes of an entry to a ``torch.save`` archive. Raises: ``CheckpointError`` if no
     extension has such a reader.
     """
     for each in providers("readers"):

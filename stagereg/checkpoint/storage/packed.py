@@ -17,7 +17,7 @@ class PackedStorage(FileStorage):
     """Writes one file of packed entries per rank. A subclass defines :meth:`pack` and :meth:`unpack`.
 
     Supports directories and URLs, and restores at any world size. While an entry is packed, it is in memory twice: as
-    an archive of ``torch.save``, and packed.
+    a ``torch.save`` archive, and packed.
     """
 
     @abstractmethod

@@ -46,7 +46,7 @@ class Storage(StorageWriter):
 
     Attributes:
         remote: False if the storage writes only to file systems of this machine. Saving to a URL then fails.
-        wraps: the storage that writes for this storage. The manifest names that storage, and it reads the checkpoint.
+        wraps: the wrapped storage, which writes for this one. The manifest names the wrapped storage, which also reads.
     """
 
     remote: bool = True
@@ -64,7 +64,7 @@ class Storage(StorageWriter):
     def finished(self) -> bytes | None:
         """The content of ``.metadata`` from the last ``finish``; ``None`` if each save must call ``finish``.
 
-        Unless it is ``None``, ``finish`` must write no other file, and ``finish`` and ``prepare_global_plan`` must be
+        If it is not ``None``, ``finish`` must write no other file, and ``finish`` and ``prepare_global_plan`` must be
         deterministic: if all ranks write the same values to the same places as in the last save, the checkpointer
         writes this content instead of calling the two methods.
         """
@@ -105,7 +105,7 @@ def expect_fit(storage: Storage, path: str) -> None:
 
 
 def named(name: str, own: Storage) -> Storage:
-    """Return the storage called ``name``: ``own``, or one built without arguments. Raises: ``CheckpointError``."""
+    """Return ``own`` if ``name`` is its name, otherwise build it. Raises: ``CheckpointError`` if this fails."""
     if name == name_of(own):
         return own
     try:

@@ -61,7 +61,7 @@ class CheckpointFiles(ExitStack):
     def of(cls, checkpoint: Checkpoint, own: Storage, index: bytes | None = None) -> CheckpointFiles:
         """Open a complete checkpoint, with the storage ``own`` or a storage built by name.
 
-        ``index`` is the content of the index, if it was read before. Raises: ``CheckpointError``, ``OSError``.
+        ``index``: its content, if it was read before. Raises: ``CheckpointError`` if the index is invalid; ``OSError``.
         """
         path, marks = checkpoint.path, checkpoint.manifest.files
         storage = named(checkpoint.manifest.storage, own)
@@ -72,7 +72,7 @@ class CheckpointFiles(ExitStack):
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        """Rename the saved entries to their names in ``state`` by ``name_map``. Raises: ``CheckpointError``."""
+        """Rename the saved entries with ``name_map``. Raises: ``CheckpointError`` if two entries get the same name."""
         self._saved_names = name_map.rename_entries(self.index.state, state)
         self.index.state = {here: self.index.state[saved] for here, saved in self._saved_names.items()}
 
@@ -80,7 +80,7 @@ class CheckpointFiles(ExitStack):
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
-        ``rank``: see :func:`.encoding.decode`. Raises: ``CheckpointError``.
+        ``rank``: see :func:`.encoding.decode`. Raises: ``CheckpointError`` if the structure is invalid.
         """
         found = encoding.decode(self.index.state[name], self._saved_names.get(name, name), rank)
         for leaf in encoding.marks(found):
@@ -96,7 +96,7 @@ class CheckpointFiles(ExitStack):
                 self.file(chunk.file)
 
     def read(self, leaves: Sequence[Leaf]) -> None:
-        """Read the value of each leaf, and store it in ``leaf.value``. Raises: ``CheckpointError``, ``OSError``.
+        """Read each leaf's value into ``leaf.value``. Raises: ``CheckpointError`` if a value is invalid; ``OSError``.
 
         A tensor is read into ``live`` if the leaf is ``in_place``, otherwise into new memory. ``copy_`` converts a
         different dtype.
@@ -128,7 +128,7 @@ class CheckpointFiles(ExitStack):
         return transfer
 
     def load_object(self, name: str, data: bytes | bytearray) -> Any:
-        """Return the object that ``torch.save`` has written as ``data``. Raises: ``CheckpointError``."""
+        """Return the object that ``torch.save`` wrote as ``data``. Raises: the errors of :func:`.pickled.load`."""
         return pickled.load(name, data)
 
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class CheckpointFiles(ExitStack):
 
 
 def read_index(checkpoint: Checkpoint) -> bytes:
-    """Return the content of the index of a checkpoint. Raises: ``CheckpointError``, ``OSError``."""
+    """Return the index file of a checkpoint. Raises: ``CheckpointError`` if it is missing or corrupt; ``OSError``."""
     path, mark = checkpoint.path, checkpoint.manifest.files.get(INDEX)
     if mark is None or mark.bytes > INDEX_BYTES:
         what = f"no {INDEX}" if mark is None else f"an {INDEX} of {mark.bytes:,} bytes, which is too large"
@@ -162,7 +162,7 @@ def read_index(checkpoint: Checkpoint) -> bytes:
 
 
 class Readable(Protocol):
-    """A file that a :class:`Transfer` reads. Thread-safe if it is ``local``. Raises: ``OSError``."""
+    """A file that a :class:`Transfer` reads. Thread-safe if it is ``local``. The methods raise ``OSError``."""
 
     @property
     def local(self) -> bool:

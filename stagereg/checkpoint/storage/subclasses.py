@@ -127,7 +127,7 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
 
 
 def _common(x: torch.Tensor, start: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return a view of ``x``, a shard that begins at ``start``: its overlap with a shard of ``shape`` at ``other``."""
+    """Return the overlap of ``x``, a shard at ``start``, with a shard of ``shape`` at ``other``, as a view of ``x``."""
     for dim, (a, b, m) in enumerate(zip(start, other, shape, strict=True)):
         low, high = max(a, b), min(a + x.shape[dim], b + m)
         if high - low < x.shape[dim]:
