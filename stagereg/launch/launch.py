@@ -55,8 +55,8 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int, extensions: S
     """Run one job on ``nproc`` new local ranks. Return rank 0's value after all ranks have exited.
 
     If a scheduler's job has several tasks, each task runs ``nproc`` ranks, and only the first task returns a value.
-    Raises ``SystemExit`` after a signal that stopped the run or made all ranks save and exit. The caller has called
-    :meth:`.LaunchExtension.check` of ``extensions``, which may start a failed run again.
+    Raises ``SystemExit`` after a signal that stopped the run or made all ranks save and exit. ``extensions`` may
+    restart a failed run. The caller has already called their :meth:`.LaunchExtension.check`.
     """
     task, directory = SchedulerTask.current(), hydra.runtime.output_dir
     overrides = resume_overrides(hydra, cfg)
@@ -124,7 +124,7 @@ class _Run:
 
 
 def _read_reports(end: End) -> None:
-    """Read the reports of the ranks into ``end``. Errors caused by other ranks count only if alone."""
+    """Read the reports of the ranks into ``end``. Errors caused by other ranks count only if there are no others."""
     run = end.attempt.store
     end.errors, end.result, end.skipped = run.errors(), run.get("result"), run.get(NEXT_START) or ""
     if not end.codes:

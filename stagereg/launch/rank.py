@@ -182,9 +182,9 @@ class Rank:
         return {rank for found in answers(self.extensions, lambda each: each.failed_ranks()) for rank in found}
 
     def cause(self) -> Cause:
-        """Return the failure of other ranks, with an empty text if no extension detects one. May wait some seconds.
+        """Return the failure of other ranks; its text is empty if no extension detects one. May wait some seconds.
 
-        A launcher that started all ranks then detects the failure from their exit codes.
+        In that case, a launcher that started all ranks detects the failure from their exit codes.
         """
         return first(self.extensions, lambda each: each.cause()) or Cause("", True)
 

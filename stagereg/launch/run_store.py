@@ -49,7 +49,7 @@ class RunStore:
         return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
-        """Wait until the run has begun. Return its directory ``dir``, its start ``time``, the overrides to ``resume``,
+        """Wait until the run has begun. Return its directory ``dir``, its start ``time``, the ``resume`` overrides,
         and the name of the ``attempt``.
         """
         await_key(self._all_attempts, "run", "rank 0 did not begin the run")
@@ -69,7 +69,7 @@ class RunStore:
         self.of_attempt.append(kind, json.dumps([self._rank, text]) + "\n")
 
     def errors(self, kind: str = "errors") -> dict[int, str]:
-        """Return the reported errors of this kind, by rank."""
+        """Return the reported errors of the given kind, by rank."""
         lines = self.of_attempt.get(kind).splitlines() if self.of_attempt.check([kind]) else []
         return dict(sorted(json.loads(line) for line in lines))
 

@@ -21,7 +21,7 @@ _PORTS = range(20_000, 32_000)  # below the ephemeral ports of outgoing connecti
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """One task of a scheduler's job with ``count`` tasks. By default, the only task."""
+    """One task of a scheduler's job, which has ``count`` tasks. The defaults describe a job with one task."""
 
     index: int = 0  # from 0; the ranks of task 0 come first
     count: int = 1
@@ -34,7 +34,7 @@ class SchedulerTask:
 
     @classmethod
     def current(cls) -> SchedulerTask:
-        """Return the task of this process in a job of submitit; outside such a job, a task that is the only one."""
+        """Return this process's task in a submitit job; outside submitit, the only task of a job."""
         if "SUBMITIT_EXECUTOR" not in os.environ:
             return cls()
         from submitit import JobEnvironment
@@ -49,7 +49,7 @@ class SchedulerTask:
 
 
 def open_store(task: SchedulerTask) -> Any:
-    """Open the rendezvous store on task 0, or connect to this store. Returns when all tasks are connected."""
+    """On task 0, open the rendezvous store; on others, connect to it. Returns when all tasks are connected."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     limit, port, listener = timedelta(seconds=GATHER_S), task.port, None

@@ -159,7 +159,7 @@ def _none(comparison: Comparison) -> Answer:
 
 
 def _unranked(comparison: Comparison, best: ComparisonRow) -> list[str]:
-    """If a combination that cannot be ranked looks better than the best, return a sentence about it."""
+    """Return a sentence about the unranked combination that looks better than the best row, if there is one."""
     name, sign = comparison.ranking.name, comparison.ranking.sign
     rows = [row for row in comparison.rows if not row.again and name in row.cells]
     better = [row for row in rows if sign * row.cells[name].median < sign * best.cells[name].median]

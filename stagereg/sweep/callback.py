@@ -54,7 +54,7 @@ class Compare(Callback):
     """The Hydra callback that compares the jobs of a sweep.
 
     Args:
-        metric: the metric that ranks combinations. A sweeper that optimizes, such as Optuna's, gets its value, too.
+        metric: the metric that ranks combinations, and that a sweeper which optimizes, such as Optuna's, receives.
             ``None``: rank by the stall of a checkpoint if it is known, otherwise by the loss; the sweeper gets the
             return value of the task.
         direction: ``"minimize"`` or ``"maximize"``; ``None`` uses the default direction of the metric.

@@ -164,7 +164,7 @@ def _of_training(run: Run) -> dict[str, float]:
 
 
 def _of_rank(parts: Sequence[tuple[Run, RankRecord]]) -> dict[str, float]:
-    """Return ``train_s``, ``lost_s`` and ``step_s`` of one rank. ``parts``: the attempts, and the rank's records."""
+    """Return ``train_s``, ``lost_s`` and ``step_s`` of one rank. ``parts``: each attempt with the rank's record."""
     undisturbed: list[float] = []
     disturbed: list[tuple[float, int]] = []
     stalls_s = 0.0

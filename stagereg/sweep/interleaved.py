@@ -172,7 +172,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
     """Return the overrides of all jobs, in launch order. Each of ``combinations`` runs ``repeats`` times.
 
     Round r starts with combination r. If there are several rounds, each has an A/A job, which repeats the first
-    combination; these two are not adjacent if there are at least three combinations. Duplicates run twice as often.
+    combination. With at least three combinations, the A/A job is not next to that job. Duplicates run twice as often.
     """
     entries = [(list(combination), False) for combination in combinations]
     if repeats > 1:

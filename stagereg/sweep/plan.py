@@ -150,7 +150,7 @@ class Plan:
         return holder(self.root / LOCKED) is not None
 
     def _launched(self, job: JobResult) -> bool:
-        """Return whether this sweep launched the job: Hydra then wrote the overrides after the start of the sweep."""
+        """Return whether this sweep launched the job, that is, whether its overrides were written after ``began``."""
         return self._wrote(job.directory / OVERRIDES) or not (job.directory / OVERRIDES).exists()
 
     def _wrote(self, file: Path) -> bool:

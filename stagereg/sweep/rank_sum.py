@@ -38,7 +38,7 @@ def p_value(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def least_p_value(one: int, other: int) -> float:
-    """Return the lowest possible p-value for ``one`` and ``other`` runs: that of a complete separation."""
+    """Return the p-value of completely separated samples, the lowest possible, for samples of these two sizes."""
     return min(1.0, 2 / math.comb(one + other, one))
 
 
@@ -50,7 +50,7 @@ def _doubled_ranks(values: Sequence[float]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _ways(ranks: tuple[int, ...], few: int) -> dict[int, int]:
-    """Count the subsets of ``few`` ranks by sum: return a dict from each sum to the number of subsets."""
+    """Return how many subsets of ``few`` ranks have each sum: a dict from the sum to the number of subsets."""
     width = len(ranks)  # bits per count, because each count is below 2 ** len(ranks)
     # chosen[n] is a large integer that packs the counts of n chosen ranks for all sums, `width` bits per sum.
     chosen = [1] + [0] * few

@@ -1,7 +1,7 @@
 """Reads and writes the result of a job, ``result.json`` in its output directory, and finds the jobs in directories.
 
 If a job was killed, or ran without the callback ``compare``, it has no such file; its result is then derived from the
-files that Hydra and the ranks wrote. A directory is that of a run, that of a sweep, or neither.
+files that Hydra and the ranks wrote. A directory belongs to one run, to one sweep, or to neither.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def jobs_in(root: Path) -> list[JobResult]:
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Return whether ``directory`` is that of a run or a sweep. A sweep has Hydra's sweep file, or numbered jobs."""
+    """Return whether ``directory`` belongs to a run or to a sweep: a sweep has Hydra's sweep file or numbered jobs."""
     if is_job(directory):
         return "run"
     numbered = (one for one in directory.glob("[0-9]*") if decimal(one.name) is not None)

@@ -124,7 +124,7 @@ def fingerprint(config: Mapping[str, str]) -> str:
 
 
 def _difference(job: JobResult, config: Mapping[str, str]) -> str:
-    """Return a text about one difference between a job's config and ``config``, or an empty string without one."""
+    """Return text that describes one difference between a job's config and ``config``; empty if they agree."""
     file = job.directory / CONFIG
     own = job.job.get("config")
     if not file.exists() and not own:

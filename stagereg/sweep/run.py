@@ -280,7 +280,7 @@ def _check_format(event: Mapping[str, Any], path: Path) -> None:
 
 
 def _number(event: Mapping[str, Any], name: str, most: float = _MOST) -> float:
-    """Return a number of an event. Raises ``ValueError`` above ``most``, because sums could overflow."""
+    """Return the numeric field ``name`` of an event. Raises ``ValueError`` if its magnitude exceeds ``most``."""
     value = event[name]
     if isinstance(value, (bool, str)) or not abs(value) <= most:
         raise ValueError(name)

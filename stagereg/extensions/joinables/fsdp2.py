@@ -69,7 +69,7 @@ class Fsdp2Hook(BuiltInHook["Fsdp2Joinable"]):
             joinable.shadowed()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Stop watching the module, because torch's ``Join`` makes no later call. All shards are already correct."""
+        """Remove the hooks from the module; torch's ``Join`` makes no later call. All shards are already correct."""
         was_shadowed = self.joinable.was_shadowed
         self.joinable.detach()
         if was_shadowed:  # Keep, zero or drop the gradients, like the loop of the other ranks.
@@ -140,7 +140,7 @@ class Fsdp2Joinable(ReducingJoinable):
 
     @property
     def will_reduce(self) -> bool:
-        """Whether the next backward reduces gradients (``set_requires_gradient_sync``), the same in all submodules."""
+        """Whether the next backward reduces gradients. Raises: ``JoinError`` if the submodules differ in this."""
         groups = _groups(self.module)
         reduces = {bool(group.reduce_grads) for group in groups}
         half_way = any(group._is_hsdp and group.reduce_grads and not group.all_reduce_grads for group in groups)
@@ -223,7 +223,7 @@ class Fsdp2Joinable(ReducingJoinable):
         super().on_backward()
 
     def empty_inputs(self) -> list[Any]:
-        """Return the empty inputs of all forwards in this rank's last step; if none, of another rank's first step."""
+        """Return the empty inputs of this rank's last step; if it had none, those of another rank's first step."""
         policy = self.policy
         if not policy.inputs:
             policy.wait("inputs", self.session, "publishing the first inputs")
@@ -247,7 +247,7 @@ class Fsdp2Joinable(ReducingJoinable):
             group.force_sum_reduction_for_comms = self._group._get_backend(group.device).name() != "nccl"
 
     def forget_gradients(self) -> None:
-        """Keep, zero or drop the gradients of the previous step, as the loop of ranks with data does."""
+        """Keep, zero or drop the previous step's gradients, as the training loop does on ranks with data."""
         for param in _shards(self.module):
             self.policy.forget(param)
 

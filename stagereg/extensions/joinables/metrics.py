@@ -33,7 +33,7 @@ class MetricsHook(BuiltInHook["MetricsJoinable"]):
         self.joinable.responder.start()
 
     def main_hook(self) -> None:
-        """Start responding if not started, because torch's ``Join`` does not call :meth:`on_exhausted`."""
+        """Start the responder if it is not running yet, because torch's ``Join`` does not call :meth:`on_exhausted`."""
         self.joinable.responder.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:

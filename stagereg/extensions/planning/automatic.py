@@ -114,7 +114,7 @@ class Automatic(Schedule):
         self._quiet = self._saves == self._ended
 
     def _plan(self, step_s: float) -> list[float]:
-        """Return this rank's interval in steps (0 if unknown), the inputs of the plan, and the steps measured."""
+        """Return this rank's interval in steps (0 if unknown), the plan's inputs, and the number of measured steps."""
         cost = median(self._costs)
         write = max(self._ages, default=cost)
         steps = 0

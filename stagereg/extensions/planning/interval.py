@@ -22,7 +22,7 @@ import math
 def daly(cost_s: float, mtbf_s: float) -> float:
     """Return Daly's interval, equation 37 of the paper.
 
-    ``sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C`` for ``C < 2 M``, otherwise M. It is within 1 % of the
+    ``sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C`` for ``C < 2 M``, otherwise M. This is within 1 % of the
     interval that loses the least time if the cost is below 0.7 M, and always within 7 %.
     """
     part = cost_s / (2 * mtbf_s)

@@ -47,7 +47,7 @@ class PreemptionHandler:
         return _listener.received if self in _listener.handlers else None
 
     def listen(self) -> bool:
-        """Start handling the signals that the program neither handles nor ignores. Return whether there are any."""
+        """Start handling the signals that the program neither handles nor ignores. Return whether any are handled."""
         if not install_signal_handlers() or not _listener.drop_foreign():
             return False
         _listener.handlers = (*_listener.handlers, self)
@@ -78,7 +78,7 @@ class PreemptionHandler:
 class SignalListener:
     """Owns the signal handlers of the process, the thread that reads signals, and the preemption handlers.
 
-    Both that thread and the main thread set ``received`` and ``_until``. Each is set in one atomic assignment.
+    The reading thread and the main thread both set ``received`` and ``_until``, each in one atomic assignment.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class SignalListener:
         return True
 
     def close(self) -> None:
-        """Undo :meth:`open`. Does nothing outside the main thread, because the next signal then undoes it."""
+        """On the main thread, undo :meth:`open`. On other threads, do nothing; the next signal then undoes it."""
         if threading.current_thread() is not threading.main_thread() or self._pipe is None:
             return
         (_, write), self._pipe = self._pipe, None
@@ -125,7 +125,7 @@ class SignalListener:
             self._taken = []
 
     def drop_foreign(self) -> bool:
-        """If no handler exists, drop the signals that the program handles now. Return whether any signal remains."""
+        """Without a PreemptionHandler, drop the signals that the program now handles. Return whether any remain."""
         self._taken = self._taken if self.handlers else self._own()
         return bool(self._taken)
 
@@ -179,7 +179,7 @@ class SignalListener:
             os.write(self._pipe[1], bytes([number]))
         else:  # the last handler was closed on another thread
             self.close()
-            signal.signal(number, signal.SIG_DFL)  # a library may have restored this handler after the close
+            signal.signal(number, signal.SIG_DFL)  # a library may have reinstalled our handler after close()
             os.kill(os.getpid(), number)
 
     def _read(self, read: int) -> None:
@@ -213,7 +213,7 @@ class SignalListener:
             os.close(read)
 
     def _begin(self, received: signal.Signals) -> None:
-        """Begin the grace period. Sets ``received`` last, because the thread reads ``_until`` once it is set."""
+        """Begin the grace period. Sets ``received`` last: once it is set, the thread reads ``_until``."""
         self._until = time.monotonic() + min((each.grace_s for each in self.handlers), default=0.0)
         self.received = received
 
@@ -247,7 +247,7 @@ class SignalListener:
 
 
 def install_signal_handlers() -> bool:
-    """Install the signal handlers if they are not installed. Return whether they are installed now.
+    """Install the signal handlers unless already installed. Return whether they are installed now.
 
     The first call must be on the main thread, because Python sets signal handlers only there.
     """

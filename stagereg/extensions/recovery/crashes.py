@@ -6,7 +6,7 @@ A run counts as crashed only if the restored state can be the cause:
   enters the checkpoint in ``.restored.json`` before it loads any file. If the next run finds this entry, the earlier
   run crashed. Without a checkpoint directory, one rank of each machine writes the file.
 - A process ran out of memory.
-- The same Python exception, by type and place, ended the run before, and a launcher or a scheduler had restarted the
+- A Python exception of the same type at the same line ended the run before, and a launcher or scheduler restarted the
   run (:func:`.is_automatic`). The first such exception is recorded but not counted, because failures that differ each
   time do not indicate a corrupt state. If different exceptions alternate, each is counted when it occurs again.
 
@@ -53,7 +53,7 @@ class Crashes(NamedTuple):
 
     @property
     def one_more(self) -> Crashes:
-        """A copy that counts one more crash after a restore of this checkpoint."""
+        """A copy with one more crash."""
         return self._replace(times=self.times + 1, in_a_row=self.in_a_row + 1)
 
     @property
@@ -145,7 +145,7 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
 
 
 def record_in(store: CheckpointStore, holds: bool = False) -> RestoreRecord:
-    """Return the record of earlier runs. Does not count a crash while another run holds the lock and so is alive."""
+    """Return the record of earlier runs. Counts no crash while another, live run holds the lock."""
     record = RestoreRecord.read(store)
     return record.counted() if record.restored and (holds or store.holder() is None) else record
 

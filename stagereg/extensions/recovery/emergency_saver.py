@@ -254,7 +254,7 @@ class _Attempt:
         return not self.store.check(["outcome"])
 
     def end(self, outcome: str, saved: int | None = None) -> None:
-        """Publish the outcome, unless another rank has. If no step was ``saved``, release the lock of the directory."""
+        """Publish the outcome, unless another rank has published one. Release the lock if ``saved`` is ``None``."""
         if self._lock is not None and saved is None:
             self._lock.release()
         self.store.compare_set("outcome", "", json.dumps([saved, outcome]))

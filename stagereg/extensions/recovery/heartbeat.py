@@ -180,7 +180,7 @@ class Heartbeat:
         return self._listener is not None or 0 in self._ranks
 
     def _is_settled(self) -> bool:
-        """Whether this process can exit without being reported as failed by ranks that connect to the hub later."""
+        """Whether this process can exit now, and ranks that connect to the hub later will not report it as failed."""
         alone = self._is_off or 0 in self._failed
         return alone or (self._is_welcome() and not (self._leaves and self._awaited))
 

@@ -65,7 +65,7 @@ class WarmProcess:
 
 
 class WarmStart:
-    """The client in the launcher: starts the server, which forks ranks for the command of ``start``. Thread-safe."""
+    """The client in the launcher: starts a server that forks ranks which run ``start.command``. Thread-safe."""
 
     def __init__(self, start: Start) -> None:
         self._processes: dict[int, WarmProcess] = {}
@@ -144,7 +144,7 @@ class PythonCommand(NamedTuple):
     arguments: list[str]  # the script or module, then its arguments
 
     def folder(self, working: str) -> str:
-        """Return the first folder of ``sys.path`` for a program that starts in the folder ``working``."""
+        """Return the first folder of ``sys.path`` for a program with the working directory ``working``."""
         script = os.path.realpath(os.path.join(working, self.arguments[0]))
         return working if self.is_module else os.path.dirname(script)
 

@@ -21,7 +21,7 @@ def rate(keep: Keep, newest_first: Sequence[Checkpoint], metrics: Mapping[str, M
 
 
 def warnings(keep: Keep, root: str, old: Sequence[Checkpoint]) -> Iterator[str]:
-    """Yield a warning if a checkpoint in ``root`` that is no longer retained does not have the metric."""
+    """Yield a warning if one of the checkpoints ``old``, which are about to be deleted, lacks the metric."""
     lacking = [each for each in old if keep.metric not in each.manifest.metrics]
     if keep.metric is not None and lacking:
         yield (

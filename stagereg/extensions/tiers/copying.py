@@ -87,7 +87,7 @@ class CopyThread:
                 self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no submitted part is left to copy, at most ``seconds``. Return False on a timeout."""
+        """Wait at most ``seconds`` until all submitted parts are copied or have failed. Return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, seconds)
 
@@ -176,7 +176,7 @@ class CopyLag:
             )
 
     def note_copied(self, step: int | None) -> None:
-        """Record that a save began after the previous ``step`` had all peer copies; ``None`` for the first save."""
+        """Record that a save begins and that the previous step has all peer copies; ``None``: no previous step."""
         if self._late >= _MANY:
             _log.info("stagereg: the peer copies have caught up with the saves: step %s is copied.", step)
         self._late = 0

@@ -13,5 +13,5 @@ class DiskTier(Tier):
     durable = True
 
     def prepare(self) -> str:
-        """Create the folder, return its path. Raises: ``ConfigError`` if another user owns the folder; ``OSError``."""
+        """Create the folder and return its path. Raises: ``ConfigError`` or ``OSError`` if the folder is unusable."""
         return made(self.dir)

@@ -3,7 +3,7 @@
 The parts are written by the ranks of this machine, or copied from other machines. All processes of the run on this
 machine use one folder, ``<dir>/<run>``. A part becomes complete when its manifest is atomically renamed into place. A
 killed process leaves complete parts, and incomplete files that :meth:`sweep` deletes. Each save has a folder with a
-unique token in its name, so a process that outlives a restart of its run writes where the new run does not read.
+unique token in its name, so a process that outlives a restart of its run cannot write to files of the new start.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MachineFolder:
                 os.mkdir(self.directory(save), 0o700)
 
     def prepare(self) -> None:
-        """Create the folder of the run, and delete saves that a reboot has voided. Raises as :meth:`make`."""
+        """Create the folder of the run, and delete saves that a reboot has made invalid. Raises like :meth:`make`."""
         make_private(self.path)
         since = read_own(f"{self.path}/{BOOT}").decode(errors="replace")
         if not self._durable and since != boot_id():
@@ -107,7 +107,7 @@ class MachineFolder:
         failpoint("part")
 
     def note_copied(self, part: Part, machines: Sequence[str]) -> None:
-        """Record ``machines`` as all machines that have acknowledged a copy of a part of this machine."""
+        """Record which ``machines`` have acknowledged their copies of this part. Replaces the previous record."""
         self._replace(self.directory(part.save), manifest_name(part.rank) + _COPIED, "\n".join(machines))
 
     def delete(self, saves: Collection[str], keep: bool = False) -> None:
@@ -183,7 +183,7 @@ def make_private(path: str) -> None:
 
 
 def read_own(path: str) -> bytes:
-    """Return the content of a file that this user owns; empty if no file exists. Raises as :func:`.read_small`."""
+    """Return the content of a file that this user owns; empty if no file exists. Raises like :func:`.read_small`."""
     with contextlib.suppress(FileNotFoundError):
         return read_small(path, owner=os.geteuid())
     return b""
@@ -192,7 +192,7 @@ def read_own(path: str) -> bytes:
 def read_part(folder: str, name: str, owner: int | None = None) -> Part:
     """Read the manifest of a part. If the user ID ``owner`` is given, that user must own the file.
 
-    Raises: ``ValueError`` if the manifest is invalid or belongs to another save or rank; as :func:`.read_small`.
+    Raises: the errors of :func:`.read_small`; ``ValueError`` if the manifest is invalid or is not of this part.
     """
     part = Part.loads(read_small(f"{folder}/{name}", _MANIFEST_BYTES, owner))
     if part.save.folder != os.path.basename(folder) or manifest_name(part.rank) != name:

@@ -5,7 +5,7 @@ and the placement of ranks may change between starts. Old parts of a machine tha
 
 *Branches.* Each start of a run begins a new branch and records the step that the branch starts from. Later steps of
 earlier branches are void on every machine. Of two valid steps, the step of the later branch is newer. Within a branch,
-the step with the greater serial number is newer. Clocks and step numbers alone do not decide.
+the step with the greater serial number is newer. Neither clocks nor step numbers decide which step is newer.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class TierStep(NamedTuple):
 
 
 def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tuple[list[TierStep], list[str]]:
-    """Return the complete and valid steps, the newest first, and for each other step a line that reports the reason.
+    """Return the complete and valid steps, newest first, and for each other step a line why it is unusable.
 
     Args:
         reports: the parts that each machine reports, by the name of the machine.
@@ -155,7 +155,7 @@ def missing_copies(
 
 
 def lineage_of(texts: Iterable[bytes], run: str = "") -> Lineage | None:
-    """Parse ``texts``, and return the lineage with the newest branch; ``None`` if no text is a lineage.
+    """Parse ``texts``, and return the lineage that has the newest branch; ``None`` if no text is a valid lineage.
 
     If ``run`` is given, lineages of other runs are skipped.
     """

@@ -1,6 +1,6 @@
 """Implements ``stagereg ls`` and ``stagereg verify`` for a local tier: the steps on this machine and their copies.
 
-The argument is the folder of a tier (``tier.dir``), of one run in that tier, or of one step. The commands read only
+The argument is the folder of a tier (``tier.dir``), of one of its runs, or of one step. The commands read only
 files of this machine, change nothing and acquire no lock. A step that a run deletes during the command is omitted.
 """
 
@@ -34,8 +34,6 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 class _Part(NamedTuple):
-    """The part of one rank on this machine."""
-
     part: Part | None  # None if its manifest is corrupt
     rank: int
     copied: tuple[str, ...]  # the machines that have acknowledged a copy
@@ -45,7 +43,7 @@ class _Part(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One save on this machine. ``parts`` is in rank order; ``void`` is why the save is void, empty if it is valid."""
+    """One save on this machine. ``parts`` is in rank order; ``void`` is why the save is void, or empty if it is not."""
 
     path: str
     parts: list[_Part]
@@ -229,7 +227,7 @@ def _age(seconds: float) -> str:
 def _runs(target: str, content: bool) -> list[_Run]:
     """Return the runs in ``target``, the folder of a tier, a run or a step; an empty list for other folders.
 
-    With ``content``, read every file. Raises: ``CheckpointError`` if the folder cannot be listed.
+    ``content``: whether to read every file. Raises: ``CheckpointError`` if the folder cannot be listed.
     """
     look = (lambda path: output.progress(f"reading {path}")) if content else None
     path = os.path.realpath(target)
@@ -294,7 +292,7 @@ def _step(path: str, lineage: Lineage | None, boot: str, look: Callable[[str], o
 
 
 def _part(folder: str, name: str, content: bool) -> _Part | None:
-    """Check a part, with ``content`` every block. Return ``None`` if another process has deleted the part meanwhile."""
+    """Check a part; with ``content``, read all its blocks. Return ``None`` if the part is deleted meanwhile."""
     part, rank, damages, changed = None, int(name.split("-")[1].split(".")[0]), {}, 0.0
     try:
         changed = os.stat(f"{folder}/{name}").st_mtime

@@ -45,7 +45,7 @@ class MemoryTier(Tier):
         super().__init__(own if dir is None else dir, every, copies, keep, domain, host_memory)
 
     def prepare(self) -> str:
-        """Create the folder, return its path. Raises: ``ConfigError`` if the folder is not in memory; ``OSError``."""
+        """Create the folder and return its path. Raises: ``ConfigError`` if the folder is not in memory."""
         folder = made(self.dir)
         if (kind := file_system(Path(folder))) not in ("tmpfs", "ramfs", ""):
             disk = choice("tier", "disk", dir=folder)

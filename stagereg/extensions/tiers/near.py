@@ -60,7 +60,7 @@ class _Setup(NamedTuple):
 
 
 class _RankParts(NamedTuple):
-    """The parts of a rank, which the rank reports when a save begins. A part is named by the folder of its save."""
+    """The parts that a rank reports to rank 0 when a save begins, each by the name of its save's folder."""
 
     busy: bool  # whether the rank still sends copies
     whole: tuple[str, ...]  # complete parts, in the order of the saves
@@ -68,7 +68,7 @@ class _RankParts(NamedTuple):
 
 
 class _SaveRound(NamedTuple):
-    """The decision of rank 0 on one save of the tier, which all ranks receive."""
+    """The decision of rank 0 about one save to the tier, which rank 0 sends to all ranks."""
 
     save: SaveId
     stay: frozenset[str]  # folders of retained saves; all others are deleted before the save writes
@@ -81,7 +81,7 @@ class LocalTier:
         tier: the tier of the config.
         ranks: the ranks that save together.
         store: the checkpoint directory of the run, in which rank 0 records the run ID and the branches of the run.
-        shared: whether ``store`` is a shared checkpoint directory. If not, each machine records both in the tier.
+        shared: whether all machines share ``store``. If not, each machine records run ID and branches in the tier.
 
     Attributes:
         folder: the parts on this machine.
@@ -91,7 +91,7 @@ class LocalTier:
         machines: the names of all machines.
 
     Raises:
-        CheckpointError: on a rank, a folder cannot be created or another process holds its lock. Raised on all ranks.
+        CheckpointError: a rank cannot create the folder, or another process holds its lock. Raised on all ranks.
     """
 
     def __init__(self, tier: Tier, ranks: RankGroup, store: CheckpointStore, shared: bool = True) -> None:
@@ -188,7 +188,7 @@ class LocalTier:
         return texts
 
     def _connect(self, machine: str) -> Peer:
-        """Return a connection to a rank of ``machine``. Which one depends on this rank, to spread the load."""
+        """Return a connection to a rank of ``machine``, selected by this rank's number to spread the load."""
         ranks = self._ranks_on[machine]
         return Peer(self._addresses[ranks[self._ranks.rank % len(ranks)]], self._secret)
 
@@ -231,7 +231,7 @@ class LocalTier:
     # -- saving, on the background thread
 
     def begin_save(self, step: int) -> SaveId | None:
-        """Begin a save and delete old steps. If a rank still sends copies, only return ``None``. Collective."""
+        """Begin a save and delete old steps, or return ``None`` if a rank is still sending copies. Collective."""
         if self._origin is not None:
             self._begin_branch(self._origin)
 
@@ -349,7 +349,7 @@ class LocalTier:
     # -- ending
 
     def wait_for_copies(self) -> None:
-        """Wait until all peer copies of all ranks have succeeded or failed. Collective. Raises: ``CheckpointError``."""
+        """Wait, for a bounded time, until all peer copies of all ranks have succeeded or failed. Collective."""
         limit_s = 0.9 * self._ranks.limit.total_seconds()
         self._ranks.run_on_all("The last step may lack peer copies", lambda: self._threads.wait(limit_s))
 
@@ -379,7 +379,7 @@ def _in_common(ranks: Sequence[_RankParts]) -> tuple[list[str], list[str]]:
 
 
 def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence[str]:
-    """Return the saves to retain when a save begins: the newest ones, or the newest one with all peer copies."""
+    """Return the saves to retain: the newest; or, if the newest lacks peer copies, only the newest copied one."""
     if whole and copied and whole[-1] not in copied:  # copies of the newest step failed, so retain a copied step
         return copied[-1:]
     return whole[-max(most - 1, 1) :]
@@ -388,7 +388,7 @@ def _staying(whole: Sequence[str], copied: Sequence[str], most: int) -> Sequence
 def _noted(path: str, read: Callable[[str], bytes] = read_own, other: str = "tier.dir") -> list[bytes]:
     """Return the lineage in the file ``path``, in a list; an empty list if the file does not exist.
 
-    Raises: ``CheckpointError`` if the file is invalid, because the run would not find its steps; ``OSError``.
+    Raises: ``CheckpointError`` if the file is invalid, because without it the run would not find its steps.
     """
     try:
         if text := read(path):

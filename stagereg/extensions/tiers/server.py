@@ -82,7 +82,7 @@ class PartServer:
                 incoming.discard()
 
     def begin(self, part: Part) -> IncomingPart:
-        """Start receiving a part. Raises: ``CheckpointError`` for lack of space or after close(); ``OSError``."""
+        """Start receiving a part. Raises: ``CheckpointError`` if the part does not fit, or after :meth:`close`."""
         with self._lock:
             if self._closed:
                 raise CheckpointError("this process is shutting down")
@@ -234,7 +234,7 @@ class _Session:
         }
 
     def run(self) -> None:
-        """Serve until the client closes the connection. Raises: ``OSError``."""
+        """Serve until the client closes the connection. Raises: ``OSError`` if the connection fails."""
         try:
             while True:
                 self._wait()
@@ -260,7 +260,7 @@ class _Session:
                 raise TimeoutError(f"no data was received for {wire.PROGRESS_S:g} s")
 
     def _drain(self) -> None:
-        """Read until the client closes the connection; an earlier close could drop the error that was sent."""
+        """Read until the client closes the connection. Closing it here first could discard the error just sent."""
         scrap = memoryview(bytearray(1 << 16))
         while True:
             self._connection.receive_into(scrap)

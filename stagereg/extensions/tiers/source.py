@@ -64,7 +64,7 @@ def with_steps_of_tier(
 ) -> list[Candidate]:
     """Return the checkpoints ``listed``, with the steps of the tier inserted by branch and step, the newest first.
 
-    A step of the tier precedes an equal checkpoint. ``steps`` maps paths to steps. ``branch_of`` returns the branch of
+    A step of the tier precedes the checkpoint of the same step. ``steps``: by path. ``branch_of`` returns the branch of
     the checkpoint with a serial number.
     """
     found = [*listed]
@@ -85,10 +85,10 @@ def _candidate(path: str, step: TierStep) -> Candidate:
 
 
 class TierFiles(CheckpointFiles):
-    """The files of a step; :meth:`plan` reads and verifies them. Raises: ``CheckpointError`` if no machine has them.
+    """The files of one step. Raises: ``CheckpointError`` if no machine has the index of the step.
 
     Attributes:
-        reader: reads the blocks; open until the files are closed.
+        reader: the block reader, which stays open until these files are closed.
     """
 
     def __init__(self, path: str, reader: StepReader) -> None:
@@ -97,7 +97,7 @@ class TierFiles(CheckpointFiles):
         self.reader = reader
 
     def plan(self, leaves: Sequence[Leaf]) -> Transfer:
-        """Plan the restore and read its blocks. Raises: ``CorruptCheckpointError`` if a block has no valid copy."""
+        """Plan the restore, then read the blocks. Raises: ``CorruptCheckpointError`` if a block has no valid copy."""
         transfer = super().plan(leaves)
         for name, ranges in transfer.ranges().items():
             self.reader.fetch(name, ranges)

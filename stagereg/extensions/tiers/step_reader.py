@@ -44,7 +44,7 @@ class Found(NamedTuple):
 class StepReader(ExitStack):
     """Reads one step on one rank. A context manager that closes its files. Only :meth:`read_into` is thread-safe.
 
-    ``folder`` contains the parts on this machine, ``here``. ``connect`` opens a connection to the machine with a name.
+    ``here`` names this machine, and ``folder`` has its parts. ``connect(name)`` opens a connection to another machine.
     """
 
     def __init__(self, step: TierStep, folder: MachineFolder, here: str, connect: Callable[[str], Peer]) -> None:
@@ -127,7 +127,7 @@ class StepReader(ExitStack):
         return self._parts[rank]
 
     def _take_here(self, name: str, known: PartFile, numbers: Sequence[int]) -> None:
-        """Verify blocks of a file on this machine, which is memory-mapped, and keep the valid blocks."""
+        """Verify blocks of a memory-mapped file on this machine, and keep the valid blocks."""
         data = self._map(name)
         if len(data) != known.nbytes:
             raise CorruptCheckpointError(f"expected {known.nbytes} bytes, got {len(data)}")

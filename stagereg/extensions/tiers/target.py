@@ -60,7 +60,7 @@ class TierTarget(SaveTarget):
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Write no metadata of torch, because only stagereg reads a tier."""
+        """Do not write torch's metadata file, because only stagereg reads a tier."""
         return {}
 
     def marks(self, path: str, results: Sequence[WriteResult]) -> dict[str, FileDigest]:

@@ -99,7 +99,7 @@ def made(path: str) -> str:
 
     A link is accepted if this user or root owns both the link and its target. Other users may have write access,
     because each run has a subfolder that only this user may write to (:func:`.folder.make_private`).
-    Raises: ``OSError``; ``ConfigError`` if another user owns the folder.
+    Raises: ``ConfigError`` if another user owns the folder; ``OSError`` if it cannot be created.
     """
     with contextlib.suppress(FileExistsError):  # raised if the path is a dangling link or a file
         os.makedirs(path, mode=0o700, exist_ok=True)

@@ -36,7 +36,7 @@ _HELLO = b"stagereg-tier/1\n"
 class Connection:
     """A connection to another process of this run. Only :meth:`end` is thread-safe.
 
-    All errors are ``OSError``: errors of the system, ``TimeoutError`` if no byte is transferred for :data:`PROGRESS_S`,
+    All errors are ``OSError``: system errors, ``TimeoutError`` after :data:`PROGRESS_S` seconds without a transfer,
     ``ConnectionError`` if the other process has closed the connection or sent an invalid message.
     """
 

@@ -88,7 +88,7 @@ def _shown(value: Any) -> Any:
 
 
 def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return pairs of name and value of the environments: all different values, but for ``load`` only the first."""
+    """Return (name, values) pairs: all distinct values in the environments; for ``load``, only the first value."""
     found: dict[str, dict[str, None]] = {}
     for environment in environments:
         for name, value in environment.items():
