@@ -75,7 +75,7 @@ def private_memory(nbytes: int) -> PrivateMemory:
 
 
 def _seal(memory: PrivateMemory) -> None:
-    """Reserve the addresses of pages that this child did not inherit. Never free ``memory``: it would unmap them."""
+    """Reserve the addresses of pages that this child did not inherit. Leaks ``memory``: freeing would unmap them."""
     if memory.inherited:
         return
     memory.inherited = True  # children of this child inherit the inaccessible pages

@@ -27,7 +27,7 @@ class Hooks:
         self._lock = threading.RLock()  # a finalizer may remove a method while this thread adds one
 
     def add(self, method: Callable[[Any], object]) -> Callable[[], object]:
-        """Call ``method`` at each event until its owner is deleted or the returned function called. One per owner."""
+        """Call ``method`` at events until its owner is deleted or the returned function is called. One per owner."""
         owner: Any = method.__self__  # type: ignore[attr-defined]
         with self._lock:
             if not self._hooks:

@@ -76,7 +76,7 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
 
 
 def expect_installed(package: str, extra: str) -> None:
-    """Raise ``InstallationError`` unless a package is installed. A mere directory ``wandb`` does not count."""
+    """Raise ``InstallationError`` unless a package is installed. A directory of that name does not count."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise InstallationError(f"{package} is missing. Next to the checkout, run: pip install './stagereg[{extra}]'")

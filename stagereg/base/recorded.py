@@ -56,7 +56,7 @@ def last_of(
 
 
 def mapped(path: Path, size: int = 0) -> mmap.mmap:
-    """Map the first ``size`` bytes of a file, by default all. Raises ``ValueError`` if it is empty, or ``OSError``."""
+    """Map the first ``size`` bytes of a file, by default all. Raises ``ValueError`` for a bad size, or ``OSError``."""
     with open(open_regular(path), "rb") as file:
         size = size or os.fstat(file.fileno()).st_size
         if size > _MOST_BYTES:

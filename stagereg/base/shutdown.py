@@ -101,7 +101,7 @@ def finish() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Call the methods that :func:`on_failure` registered with the job's error. The process may never call finish()."""
+    """Pass the job's error to each method that :func:`on_failure` registered, since finish() may never be called."""
     for each in list(_shutdown.on_failure):
         if (note := each()) is not None:
             note(error)

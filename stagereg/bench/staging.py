@@ -28,7 +28,7 @@ _Make = Callable[[], AsyncStager]
 
 
 class Warm(Case):
-    """Measures the second and later calls of one stager. Rows: the total time; of two rows, the first is ``stage``."""
+    """Measures calls of one stager after the first. Rows: the time in ``stage`` (if two rows), the total time."""
 
     def __init__(self, rows: tuple[str, ...], make: _Make, state: State) -> None:
         super().__init__(*rows)

@@ -47,8 +47,8 @@ _SILENCE = f". To silence this warning: logging.getLogger({__name__!r}).setLevel
 class ForgottenObjects:
     """Finds optimizers, schedulers and samplers that a program uses for its model but does not put into the state.
 
-    torch marks an optimizer that has a scheduler, except a ``ReduceLROnPlateau``. So the steps of that class are
-    observed until :meth:`close`. All methods run on the training thread.
+    torch marks an optimizer that has a scheduler, but not if it is a ``ReduceLROnPlateau``. Therefore the steps of each
+    ``ReduceLROnPlateau`` are observed until :meth:`close`. All methods run on the training thread.
 
     Attributes:
         stepped: whether an optimizer has stepped since the attribute was set to False.
@@ -184,7 +184,7 @@ class _Saved:
         return found
 
     def is_in_object(self, key: str) -> bool:
-        """Return whether any other entry has a key ``key`` in its state dict, and so may contain such an object."""
+        """Return whether an entry of another type saves a key ``key``, so it may contain an optimizer or scheduler."""
         unknown = (pair for pair in self._captured.items() if pair[0] not in self._known)
         return any(f".{key}." in f"{path}." for name, value in unknown for path, _ in leaves(value, name))
 

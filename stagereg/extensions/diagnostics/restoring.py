@@ -164,7 +164,7 @@ class RestoreChecks(RestoreExtension):
 def _warn_of_newer(restored: Checkpoint, store: CheckpointStore) -> None:
     """Log a warning if the run has a newer checkpoint than ``restored``, for example because the run was restarted.
 
-    Its steps may count from 0 again. So a checkpoint that the same command line wrote also counts as newer.
+    The run may count its steps from 0 again. So a checkpoint that the same command line wrote also counts as newer.
     """
     newest = store.latest()
     if newest is None:

@@ -40,7 +40,7 @@ class MatchedFiles(CheckpointFiles):
         super().__init__(path, files.index)
 
     def match(self, state: Mapping[str, Any], names: ParameterNames, name_map: NameMap) -> None:
-        """Assign the saved values to the entries of ``state``. Raises ``CheckpointError`` for no or several matches."""
+        """Assign the saved values to the entries of ``state``. Raises ``CheckpointError`` if one has no match."""
         tree = {here: self._tree[saved] for here, saved in name_map.rename_entries(self._tree, state).items()}
         if any(map(optimizer_state.optimizers_of, state.values())):
             tree = by_name(self, tree)
@@ -112,7 +112,7 @@ def _collect(tree: Mapping[str, Any], prefix: str, leaves: dict[str, Leaf], opti
 
 
 def _most_alike(entry: str, there: Iterable[str], wanted: Collection[str]) -> str | None:
-    """Return the most frequent prefix of names ``there`` that end with a name in ``wanted``; ``None`` without any."""
+    """Return the most frequent prefix of names ``there`` that end with a name in ``wanted``; ``None`` if none do."""
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")

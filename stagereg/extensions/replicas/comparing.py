@@ -137,7 +137,7 @@ def _checksum(x: torch.Tensor) -> int:
 
 
 def _part(x: torch.Tensor, name: str) -> Part | None:
-    """Return the position of this rank's part in the whole tensor; ``None`` if it has several or is not dense."""
+    """Return the position of this rank's part in the tensor; ``None`` for several parts or a non-dense tensor."""
     if isinstance(x, DTensor):
         chunks = chunks_of(x, name)
         return Part(chunks[0].offsets, x.shape) if len(chunks) == 1 else None
