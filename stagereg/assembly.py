@@ -42,8 +42,8 @@ class Replicas:
     """How ranks save replicated parameters and optimizer state.
 
     Args:
-        share: whether each rank writes one shard of the replicated tensors, and stages only this shard from the second
-            save on. With False, all ranks stage all tensors, and the lowest rank writes them.
+        share: whether each rank writes one shard of the replicated tensors, and stages only this shard after the first
+            save is complete. With False, all ranks stage all tensors, and the lowest rank writes them.
         verify_every: N: compare checksums of the replicas in every N-th save, and fail the save if they differ. These
             saves stage all tensors. 0: compare only in the first save.
 
