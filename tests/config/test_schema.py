@@ -406,7 +406,7 @@ def test_a_choice_is_taken_or_refused_with_key_and_nearest() -> None:
 
 LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (ByteSize, st.integers(0, 2**60).map(ByteSize)),
-    (timedelta, st.timedeltas()),
+    (timedelta, st.timedeltas(timedelta(0))),
     (torch.dtype, st.sampled_from([torch.bfloat16, torch.int8, torch.bool, torch.complex64])),
     (torch.device, st.sampled_from(["cpu", "cuda:3", "meta"]).map(torch.device)),
     (int, st.integers(-(2**70), 2**70)),
@@ -417,8 +417,13 @@ LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (Path, st.sampled_from(["a", "/b/c", "."]).map(Path)),
     (Literal["auto", 3], st.sampled_from(["auto", 3])),
     (Literal["auto"] | ByteSize, st.just("auto") | st.integers(0, 2**60).map(ByteSize)),
-    (float | timedelta, st.floats(allow_nan=False) | st.timedeltas()),
-    (Net, st.builds(Net, st.text("abc"), st.timedeltas(), st.just((torch.int8,)), st.sampled_from(["fast", "slow"]))),
+    (float | timedelta, st.floats(allow_nan=False) | st.timedeltas(timedelta(0))),
+    (
+        Net,
+        st.builds(
+            Net, st.text("abc"), st.timedeltas(timedelta(0)), st.just((torch.int8,)), st.sampled_from(["fast", "slow"])
+        ),
+    ),
 ]
 
 
