@@ -65,7 +65,7 @@ _shutdown = Shutdown()
 
 
 def wait_for(work: BackgroundWork) -> None:
-    """Wait for ``work`` at the end of the job. Holds a weak reference."""
+    """Register ``work`` to be waited for at the end of the job. Keeps only a weak reference to ``work``."""
     _shutdown.works.add(work)
 
 

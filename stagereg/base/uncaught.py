@@ -27,9 +27,9 @@ _hook: _Hook | None = None  # global like `sys.excepthook`
 
 
 def print_once() -> None:
-    """If an uncaught error of the project ends several ranks, print its traceback on one rank only. Idempotent.
+    """Install a hook: if an uncaught stagereg error ends several ranks, one rank prints its traceback. Idempotent.
 
-    The other ranks print one line. Each different error is printed. Does nothing before ``init_process_group``.
+    The other ranks print one line. Each distinct error is printed. Does nothing before ``init_process_group``.
     """
     global _hook
     dist = sys.modules["torch.distributed"]

@@ -59,7 +59,7 @@ _TARGET = "STAGEREG_CHECK_TARGET_{}"  # environment variable for each kind; rank
 
 
 def run(folder: str, target: str) -> str:
-    """Test ``target``, a ``kind/name`` or module. Write the cases to ``folder/events``. Return an error, or ``""``."""
+    """Test ``target``, write the results to ``folder/events``, and return an error message, or an empty string."""
     import torch  # imported now, so that the import does not count towards the plugin's time limit
 
     torch.set_num_threads(1)

@@ -127,7 +127,7 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
 def _written(
     asked: argparse.Namespace, directories: Sequence[Path], comparison: Comparison, target: Path
 ) -> Sequence[Path]:
-    """Write the files. If a job ended during the write, write again: the sweep may have written newer files before."""
+    """Write the files; again if a job ended meanwhile, because this may have replaced newer files of the sweep."""
     if not asked.output and (asked.json or len(directories) > 1):
         return ()
     while True:

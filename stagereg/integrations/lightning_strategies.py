@@ -23,7 +23,7 @@ from stagereg.integrations.lightning_resume import RESUME, ResumedFit
 
 
 class WholeSaving:
-    """Methods for strategies that collect all state on rank 0, such as DDP. All ranks raise the error of a failure."""
+    """Methods for strategies that collect all state on rank 0, such as DDP. All ranks raise rank 0's error."""
 
     def __init__(self, plugin: Any, strategy: Any) -> None:
         self.plugin, self.strategy = plugin, strategy

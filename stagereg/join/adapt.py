@@ -101,5 +101,5 @@ def common_group(joinables: Sequence[Joinable]) -> Any:
 
 
 def type_name(joinable: Joinable) -> str:
-    """Return the type name of the object that the user listed."""
+    """Return the type name of the object that the user passed to the join."""
     return type(joinable.joinable if isinstance(joinable, ForeignJoinable) else joinable).__name__

@@ -153,7 +153,7 @@ def _assign(
             piece, size = pieces[i], tensors[i].element_size()
             start = (rows[i][0] - region.address) // size
             piece.start, piece.offset, piece.nbytes = start, region.offset, region.nbytes
-            if len(region.members) == 1:  # its storage begins at the tensor, not at the aligned address
+            if len(region.members) == 1:  # its storage begins at its first byte, not at an aligned address
                 piece.start, piece.offset, piece.nbytes = 0, region.offset + start * size, piece.span * size
                 alone[i] = (tensors[i].dtype, piece.span, piece.offset)
     first: dict[tuple[object, ...], int] = {}  # offset of the first of several equal views

@@ -118,7 +118,7 @@ BY_NUMBER = (
     "Choose no_sync() by the number of the step, which is equal on all ranks, not by a rank's remaining data or by "
     "a counter that stops on ranks that have left the loop."
 )
-_PERHAPS = 2.0**-20  # added by a rank that does not know yet whether it reduces gradients
+_PERHAPS = 2.0**-20  # added to the sum by a rank that does not yet know whether it will reduce gradients
 
 
 class AllReduceMembership(Membership):

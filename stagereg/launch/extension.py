@@ -92,7 +92,7 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether the attempt failed. An attempt that a signal ended has not failed."""
+        """Whether the attempt failed. An attempt that a signal ended does not count as failed."""
         return self.received is None and not self.preempted
 
     def __str__(self) -> str:

@@ -90,7 +90,7 @@ class Compare(Callback):
         self._load = os.getloadavg()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Write the job's ``result.json``. In a sweep, also ignore a failure, and set the value for the sweeper."""
+        """Write the job's ``result.json``. In a sweep, also suppress a failure, and set the sweeper's value."""
         if SchedulerTask.current().index > 0:  # If several scheduler tasks form a run, only the first one writes.
             return
         failed = job_return.status != JobStatus.COMPLETED

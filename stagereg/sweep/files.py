@@ -86,7 +86,7 @@ def _loader() -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             is_alias = self.check_event(yaml.AliasEvent)
             node = super().compose_node(parent, index)
-            if is_alias and not isinstance(node, yaml.ScalarNode):  # Nested aliases could expand beyond the memory.
+            if is_alias and not isinstance(node, yaml.ScalarNode):  # Expanding nested aliases could exhaust memory.
                 raise yaml.YAMLError("a list or a mapping has an alias")
             if node.tag.endswith((":int", ":float")) and len(node.value) > _DIGITS:
                 raise yaml.YAMLError("a number is too long")

@@ -92,7 +92,7 @@ class Saver:
             self.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
-        """Store the state of the program and count its optimizers' steps, so that this rank can save it after its loop.
+        """Keep the program's state and count optimizer steps, so that this rank can save the state after its loop.
 
         ``step``: the step after which the program has this state, if it is known.
         """

@@ -243,7 +243,7 @@ def join_plans(plans: Sequence[SavePlan]) -> SavePlan:
 
 
 def numbered(dealt: SavePlan, given: SavePlan) -> SavePlan:
-    """Replace the items of ``dealt``, the plan assigned to a rank, with their indexes in ``given``, the rank's plan."""
+    """Replace each item of ``dealt`` (from the global plan) with its index in ``given`` (the plan of the rank)."""
     numbers = {id(item): number for number, item in enumerate(given.items)}
     items: list[Any] = [numbers.get(id(item), item) for item in dealt.items]
     return dataclasses.replace(dealt, items=items, planner_data=None)

@@ -89,7 +89,7 @@ class CheckpointStore:
         return dataclasses.replace(found, damages=wrong)
 
     def contents(self, path: str, parts: Mapping[str, range]) -> dict[str, Found]:
-        """Read byte ranges of a checkpoint's files, and return the digest or the error of each file. Any rank.
+        """Read byte ranges of a checkpoint's files, and return the digest or error of each file. Called on any rank.
 
         The caller merges the digests of all ranges (:func:`.marks_of_shares`), and compares them with the manifest.
         """

@@ -93,7 +93,7 @@ def _falling(each: VerificationResult) -> int:
 def newest(target: str, verify: bool, reading: ExitStack) -> tuple[VerificationResult, list[VerificationResult]]:
     """Return the newest valid checkpoint, and all invalid checkpoints that are newer. ``verify``: compare checksums.
 
-    No run deletes the checkpoint before ``reading`` is closed. Raises ``CheckpointError`` if none is valid.
+    No run deletes the checkpoint until the exit stack ``reading`` closes. Raises ``CheckpointError`` if none is valid.
     """
     found = located(target)
     passed: list[VerificationResult] = []

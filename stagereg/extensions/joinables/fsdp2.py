@@ -128,7 +128,7 @@ class Fsdp2Joinable(ReducingJoinable):
     def watch(self) -> None:
         groups, self._params = _groups(self.module), list(self.module.parameters())
         self._divisors = [(each, each.gradient_divide_factor, each.force_sum_reduction_for_comms) for each in groups]
-        # The smallest nonempty shard shows whether the loop zeroes gradients; a rank may have only empty shards.
+        # The smallest nonempty shard is checked for zeroed gradients. A rank may have only empty shards.
         shards = [shard for shard in _shards(self.module) if shard.requires_grad and local(shard).numel()]
         self.watched = sorted(shards, key=lambda shard: local(shard).numel())[:1]
         super().watch()

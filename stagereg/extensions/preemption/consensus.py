@@ -116,7 +116,7 @@ class PreemptionConsensus(CheckpointExtension):
         else:
             exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
-        if self._ranks.rank == 0 and not record.is_recording():  # stagereg.main prints this itself
+        if self._ranks.rank == 0 and not record.is_recording():  # otherwise stagereg.main prints how to resume
             other = failure is None and resume not in (None, "auto", "latest")  # repeating the command would not resume
             how = f" To resume, start the run with {option('checkpoint.resume', 'auto')}." * other
             how += torchrun_note() if failure is None else ""

@@ -1,1 +1,1 @@
-"""Recovery: heartbeats, emergency saves, restarts, and quarantine of checkpoints after which a run keeps crashing."""
+"""Recovery: heartbeats, emergency saves, restarts, and quarantine of checkpoints that crash their runs."""

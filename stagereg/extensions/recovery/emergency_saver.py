@@ -54,7 +54,7 @@ _ALL = Keep(newest=1 << 62)  # retains every checkpoint
 
 
 class _SurvivorReport(NamedTuple):
-    """The report of a surviving rank: its last step, a digest of its tensors, and ``why`` the step cannot be saved."""
+    """The report of a surviving rank: its last step, a digest of its tensors, and why it cannot save."""
 
     rank: int
     step: int
@@ -311,7 +311,7 @@ def _add_positions(
             if found is None:
                 raise CheckpointError(f"the state of rank {rank} in {name!r} cannot be reconstructed from other ranks")
             captured[entries.rank_name(name, int(rank))], sure = found
-            is_exact = sure and not isinstance(state[name], entries.PerRank)  # positions may differ per rank
+            is_exact = sure and not isinstance(state[name], entries.PerRank)  # data positions may differ between ranks
             lacks += [] if is_exact else [f"an exact position of {name}"]
 
 

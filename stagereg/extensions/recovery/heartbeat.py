@@ -180,7 +180,7 @@ class Heartbeat:
         return self._listener is not None or 0 in self._ranks
 
     def _is_settled(self) -> bool:
-        """Whether this process can exit now, and ranks that connect to the hub later will not report it as failed."""
+        """Whether this process can exit now, without ranks that connect to the hub later reporting it as failed."""
         alone = self._is_off or 0 in self._failed
         return alone or (self._is_welcome() and not (self._leaves and self._awaited))
 
@@ -268,7 +268,7 @@ class Heartbeat:
             self._given_s += value
 
     def _read(self, line: Line) -> None:
-        """Handle the received lines. Raises any ``Exception`` if a line is not a message of this run."""
+        """Handle the received lines. May raise any ``Exception`` if a line is not a message of this run."""
         texts = line.take()
         if texts is None:
             self._drop(line)
