@@ -146,7 +146,7 @@ def _how_to_sweep(rank: Rank) -> str:
     where = f"; on {nodes} machines, each job of the sweep must be a job of the scheduler" if nodes > 1 else ""
     slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes} " if nodes > 1 else ""
     command = f"python {sys.argv[0]} -m nproc={rank.local_world_size} {slurm}..."
-    return f"a sweep needs new ranks per job, but torchrun starts ranks once{where}. Run `{command}` without torchrun."
+    return f"a sweep needs fresh ranks for each job, but torchrun starts ranks once{where}. Run `{command}` once."
 
 
 def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ def test_ranks_of_torchrun_get_the_same_values_and_refuse_a_config_that_sweeps(a
     app.write("conf/sweeps.yaml", "defaults: [app, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {lr: '1,2'}}}\n")
     done = run([*TORCHRUN, "app.py", *LINE, "-cn", "sweeps"], app.folder)
     assert done.returncode == 1
-    assert "rank 0: a sweep needs new ranks per job" in done.stderr
+    assert "rank 0: a sweep needs fresh ranks for each job" in done.stderr
     assert "FOUND" not in done.stdout
 
 
