@@ -128,7 +128,7 @@ class PeerFailedError(JoinError, RuntimeError):
 
     Attributes:
         rank: the global rank that failed first; ``None`` if it is unknown.
-        message: the error of this rank, or how it terminated.
+        message: the error of the failed rank, or how the rank terminated.
     """
 
     def __init__(self, text: str, rank: int | None = None, message: str = "") -> None:

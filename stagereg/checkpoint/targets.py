@@ -107,7 +107,7 @@ class SaveTarget(ABC):
     def finish(
         self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
     ) -> Mapping[str, FileDigest]:
-        """Let the storage write its metadata files. Return the digests of all other new files. On rank 0.
+        """Write the metadata files with the storage. Return the digests of all other new files. On rank 0.
 
         ``metadata`` is ``None`` if it has not changed since the previous save.
         """

@@ -251,7 +251,7 @@ def _hold() -> None:
 
 
 def _take_signals() -> None:
-    """Let stagereg, not Ray, handle SIGTERM and SIGUSR1. Called on the main thread of a worker."""
+    """Install handlers for SIGTERM and SIGUSR1 instead of Ray's handlers. Called on the main thread of a worker."""
     if has("preemption"):
         from stagereg.extensions.preemption.signals import install_signal_handlers
 

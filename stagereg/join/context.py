@@ -116,7 +116,7 @@ class Join:
             raise JoinError("The join context manager requires at least one joinable")
         if not timeout > 0:
             raise JoinError(f"{option('join.timeout')} must be a number of seconds greater than 0, got {timeout!r}")
-        options = "enable", "throw_on_early_termination", "mode", "loader", "timeout", "average"
+        options = [*inspect.signature(Join).parameters][1:-1]
         for name in kwargs:  # a typo would otherwise be passed to the hooks, which ignore it
             if name == "throw" or get_close_matches(name, options, cutoff=0.8):
                 raise JoinError(f"Join takes no {name!r}.{nearest(name, options)}")

@@ -44,7 +44,7 @@ class ModelOrder:
         self._is_followed = is_followed or any(each.gathers for each in self.models)
 
     def end_step(self, then: str) -> None:
-        """End the step. ``then`` describes this rank's call that ends it.
+        """End the step. ``then`` describes the call of this rank after which the step is over.
 
         Raises: ``JoinError`` if a backward is missing and a rank without data waits for it.
         """

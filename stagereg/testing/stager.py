@@ -319,7 +319,7 @@ class StagerContract(StagerFidelity):
     # Closing, and torch
 
     def test_close_is_the_end(self) -> None:
-        """close() works before stage() and a second time, and ends all threads. stage() after close() raises."""
+        """close() works before stage() and a second time, and stops all threads. stage() after close() raises."""
         before = set(threading.enumerate())
         unused, used = self.opened(), self.opened()
         self.settled(used, {"w": self.ones(2**18)})

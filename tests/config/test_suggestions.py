@@ -80,7 +80,8 @@ NO_NAME = "a config group takes the name of an option. For no option, write ~GRO
         ),
         (
             "stager.max_in_flight=many",
-            "stager.max_in_flight: Value 'many' of type 'str' could not be converted to Integer. It is: number of",
+            "stager.max_in_flight: Value 'many' of type 'str' could not be converted to Integer. It is: number of "
+            "copies that",
         ),
         (
             "join.throw=maybe",

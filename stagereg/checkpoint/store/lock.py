@@ -182,7 +182,7 @@ class StoreLock:
         return ours
 
     def _share(self) -> None:
-        """Let other users of the directory write to the lock file, because the file remains if this run is killed."""
+        """Make the lock file writable for other users of the directory, because a killed run leaves the file there."""
         with contextlib.suppress(OSError):  # another user owns the file, or the file system has no modes
             folder, found = os.stat(self.root), os.fstat(self._descriptor)
             group = stat.S_IWGRP if found.st_gid == folder.st_gid else 0

@@ -226,7 +226,9 @@ def test_the_options_of_empty_groups_are_matched_by_position_or_refused(tmp_path
         restore(tmp_path, model=other, optimizer=fewer)
     caplog.set_level(logging.WARNING)
     restore(tmp_path, model=other, optimizer=none)
-    assert "were saved, and the optimizer has 0. The saved options are ignored." in caplog.text
+    assert (
+        "2 groups without parameters were saved, and the optimizer has 0. The saved options are ignored." in caplog.text
+    )
 
 
 def test_state_keeps_its_dtype_unless_the_parameter_has_another_one(tmp_path: Path) -> None:

@@ -175,7 +175,11 @@ def change(manifest: Path) -> None:
         (lambda at: instead(at / "__1_0.distcp", os.mkfifo), "__1_0.distcp: not a regular file", True),
         (lambda at: change(at / "part-1.json"), "part-1.json: corrupt: invalid manifest: its text and", True),
         (lambda at: (at / "part-1.json").write_text("[" * 10000), "part-1.json: corrupt: ", True),
-        (lambda at: (at / "part-0.json").replace(at / "part-1.json"), "part-1.json: corrupt: the manifest", True),
+        (
+            lambda at: (at / "part-0.json").replace(at / "part-1.json"),
+            "part-1.json: corrupt: the manifest belongs to another",
+            True,
+        ),
     ],
 )
 def test_any_damage_is_found_and_named(
