@@ -296,6 +296,16 @@ def test_a_torchrun_program_that_was_changed_as_shown_resumes_bit_for_bit(tmp_pa
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+def test_the_demo_of_the_readme_is_that_of_the_quickstart_whose_output_is_compared() -> None:
+    readme, quickstart = Page("../README.md"), Page("quickstart.md")
+    assert readme.of("python")[0] == quickstart.of("python")[0]
+    shown = readme.of("console")[0].splitlines()
+    tested = [line for block in quickstart.of("console") for line in block.splitlines()]
+    tested.append("$ timeout -s KILL 9 python train.py")  # kills at a time; the quickstart kills at step 250
+    patterns = [re.escape(line).replace(re.escape("..."), ".+") for line in tested]
+    assert [line for line in shown if not any(re.fullmatch(each, line) for each in patterns)] == []
+
+
 @pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_program_of_the_readme_runs_as_it_is_printed(tmp_path: Path, starts: int) -> None:
     readme = Page("../README.md")
