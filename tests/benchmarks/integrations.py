@@ -59,7 +59,7 @@ def group(trainer: str, rows: Sequence[str], rounds: int, scale: float, folder: 
     """
     heads = ["blocked ms", "lost ms", "± ms", "IQR ms", "lost steps", "durable"]
     if importlib.util.find_spec(trainer) is None:
-        reason = f"skipped: {trainer} is not installed (pip install 'hydra-stagereg[{trainer}]')"
+        reason = f"skipped: {trainer} is not installed (pip install './stagereg[{trainer}]')"
         return Group(trainer, f"integrations: {reason}", heads, [Line(trainer, [*("-" for _ in heads[1:]), reason])])
     taken = in_own_process(_measure, rows, rounds, scale, folder, OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1")
     mib = _nbytes(StallTraining(scale, "cpu")) / 2**20

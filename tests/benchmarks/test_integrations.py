@@ -40,7 +40,7 @@ def test_a_trainer_that_is_not_installed_is_a_skipped_row(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", {"torch": torch}.get)
     (skipped, taken), out = measured(tmp_path, "accelerate:own,torch:stagereg,torch:async", capsys)
-    assert "skipped: accelerate is not installed (pip install 'hydra-stagereg[accelerate]')" in out
+    assert "skipped: accelerate is not installed (pip install './stagereg[accelerate]')" in out
     assert skipped["rows"] == [{"row": "accelerate"}]
     found = {row["row"]: row for row in taken["rows"]}
     assert list(found) == ["torch:none", "torch:async", "torch:stagereg"]

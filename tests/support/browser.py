@@ -44,7 +44,7 @@ _CONTRASTS = """(selector) => {
 @contextlib.contextmanager
 def launched() -> Iterator[Any]:
     """Start a browser for a module of tests, or skip them."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of hydra-stagereg[test]")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install ./stagereg[test]")
     found = next(filter(None, map(shutil.which, _CHROMIUM)), None)
     if found is None:
         pytest.skip(f"needs one of {', '.join(_CHROMIUM)} on the path")

@@ -17,7 +17,7 @@ from stagereg.sweep.comparison import Comparison, compare
 
 from ...support.samples import compared, jobs, row_of
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
+matplotlib = pytest.importorskip("matplotlib", reason="plots need ./stagereg[report]")
 
 
 def drawn(comparison: Comparison) -> str:

@@ -15,7 +15,7 @@ from ...support.samples import compared, row_of
 
 
 def test_all_four_files_are_written_with_the_picture_in_the_page(comparison: Comparison, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
+    pytest.importorskip("matplotlib", reason="plots need ./stagereg[report]")
     paths = render.write(comparison, tmp_path / "new" / "report")
     assert tuple(path.name for path in paths) == render.FILES
     assert all(path.stat().st_size for path in paths)
