@@ -37,8 +37,9 @@ def echo(text: str = "", style: str = "") -> None:
 
 
 def warn(text: str) -> None:
-    """Print ``text`` to stderr and flush stderr."""
-    print(printable(text), file=sys.stderr, flush=True)
+    """Print ``text`` to stderr, and flush stderr. One write, so that the lines of several ranks do not mix."""
+    # With PYTHONUNBUFFERED=1, print() would write ``end`` separately.
+    print(f"{printable(text)}\n", end="", file=sys.stderr, flush=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: str = "") -> None:

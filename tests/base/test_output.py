@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -121,3 +122,20 @@ def test_progress_is_shown_on_terminals_only(
     output.progress("long")
     output.progress()
     assert made.getvalue() == "\r\x1b[Klong\r\x1b[K"
+
+
+def test_a_warning_is_one_write_so_that_the_lines_of_ranks_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raw(io.RawIOBase):
+        writes: ClassVar[list[bytes]] = []
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.writes.append(bytes(data))
+            return len(data)
+
+    # The stderr of an interpreter with PYTHONUNBUFFERED=1.
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(Raw(), write_through=True))  # type: ignore[arg-type]
+    output.warn("two\nlines")
+    assert [each for each in Raw.writes if each] == [b"two\nlines\n"]
