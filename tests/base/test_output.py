@@ -136,6 +136,6 @@ def test_a_warning_is_one_write_so_that_the_lines_of_ranks_do_not_mix(monkeypatc
             return len(data)
 
     # The stderr of an interpreter with PYTHONUNBUFFERED=1.
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(Raw(), write_through=True))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(Raw(), write_through=True))  # type: ignore[type-var]
     output.warn("two\nlines")
     assert [each for each in Raw.writes if each] == [b"two\nlines\n"]
