@@ -1,0 +1,43 @@
+"""CUDA calls that do not invalidate the CUDA graph that another thread captures at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+
+def relaxed_capture() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which CUDA calls of this thread do not invalidate a capture of another thread.
+
+    While a thread captures a graph in the mode "global", torch's default, calls such as an event query, a wait or a
+    host registration on any other thread fail and invalidate the graph. A thread in the mode "relaxed" is exempt. The
+    mode belongs to the thread, so enter and leave on one thread. Contexts can be nested. Never raises.
+
+    Does nothing before torch has initialized CUDA, in a forked child, and without NVIDIA's driver (ROCm). Source:
+    cuThreadExchangeStreamCaptureMode of the CUDA driver. torch's caching allocator does the same around cudaMalloc.
+    """
+    exchange = _exchange() if torch.cuda.is_initialized() else None
+    return contextlib.nullcontext() if exchange is None else _relaxed(exchange)
+
+
+@contextlib.contextmanager
+def _relaxed(exchange: Any) -> Any:
+    mode = ctypes.c_int(2)  # relaxed; the driver replaces the value by the previous mode of the thread
+    failed = exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if not failed:
+            exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no driver, or a driver before CUDA 10.1
+        return None
