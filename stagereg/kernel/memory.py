@@ -1,8 +1,8 @@
-"""Host memory for copies: blocks of memory, and the pool that leases them.
+"""Host memory for copies: the pool that leases blocks of memory (:mod:`stagereg.base.pages`).
 
-A :class:`Block` consists of whole pages. They are pre-faulted, and page-locked if this speeds up copies from an
-accelerator. A :class:`Lease` covers one copy: it ends when the last tensor of the copy is freed, or when the reader of
-the copy calls :meth:`Pool.release`. A block returns to the pool when no tensor uses it.
+A :class:`Lease` covers one copy: it ends when the last tensor of the copy is freed, or when the reader of the copy
+calls :meth:`Pool.release`. A block returns to the pool when no tensor uses it. Making a block takes long if it is
+page-locked, so the pool makes the next block in the background if :meth:`Pool.prepare` announces a copy.
 
 If ``max_in_flight`` copies are leased, :meth:`Pool.lease` waits until a lease ends: at most ``wait_s`` seconds if the
 reader declared that it will release its copies (``Pool.readers_release``), otherwise at most one second. Then it uses
@@ -15,19 +15,20 @@ page shared with a child costs a page fault. Exception: the child may read copie
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import math
 import os
+import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from stagereg.base.forks import PrivateMemory, RenewedInChild, private_memory
+from stagereg.base.forks import RenewedInChild
+from stagereg.base.pages import Block, whole_pages
 from stagereg.errors import StagerClosedError, StagingError
 
 log = logging.getLogger("stagereg")
@@ -37,98 +38,11 @@ WAIT_WITHOUT_RELEASE_S = 1.0
 
 _POLL_S = 0.002
 _COLLECT_EVERY_S = 1.0
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-_HUGE_PAGE = 2**21
-_PAGE = 4096
-_WORTH_TOUCHING = 2**22
-_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+_CLOSE_S = 10.0  # maximum seconds that ``close`` waits for the thread that makes a block; one piece takes about 0.2 s
 
 
-class Block:
-    """One block of host memory, in whole pages, pre-faulted by ``threads``. A forked child does not get the block."""
-
-    _private: PrivateMemory | None = None  # the memory, if it can be hidden from a forked child
-
-    def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
-        self.nbytes = _whole_pages(nbytes)
-        self._memory = self._map()
-        if self.nbytes >= _WORTH_TOUCHING and (not pin or torch.cuda.is_available()):
-            self._touch(threads)
-        if pin:
-            self._lock()
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte, a multiple of 4096."""
-        return self._memory.data_ptr()
-
-    def view(self) -> memoryview:
-        """Return a new view of the whole block. The block lives as long as any view."""
-        return view_of(self._memory)
-
-    def inherit(self, inherited: bool) -> None:
-        """Set whether children that are forked from now on get the block."""
-        if self._private is not None:
-            self._private.inherit(inherited)
-
-    def _lock(self) -> None:
-        """Page-lock the memory until it is unmapped.
-
-        With CUDA, this does not use torch's allocator, which would round the size up and cache freed memory.
-        """
-        try:
-            if not torch.cuda.is_available():
-                self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-                self._private = None
-                return
-            if code := int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _FOR_ALL_DEVICES)):
-                with contextlib.suppress(RuntimeError):  # clears the CUDA error, which torch would raise later
-                    torch.zeros(1, dtype=torch.uint8, device="cuda")
-                raise RuntimeError(f"CUDA error {code}")
-            owner = os.getpid(), torch.cuda.current_device()
-            weakref.finalize(self._memory, _unlock, *owner, self.address).atexit = False
-        except RuntimeError as error:
-            log.warning("stagereg: cannot page-lock %d bytes (%s). Using pageable memory.", self.nbytes, error)
-
-    def _map(self) -> torch.Tensor:
-        # Uses private pages. Shared pages, the default of mmap, are slower to allocate and cannot be huge pages.
-        try:
-            self._private = private_memory(self.nbytes)
-        except (OSError, MemoryError, ValueError, OverflowError) as error:
-            raise StagingError([], f"cannot allocate {self.nbytes / 2**30:.2f} GiB of host memory ({error})") from error
-        return torch.frombuffer(self._private, dtype=torch.uint8)
-
-    def _touch(self, threads: int) -> None:
-        """Populate the pages now, on several threads, so that the copy causes no page faults.
-
-        If the kernel lacks this feature, nothing is populated, and the first use of each page causes a page fault.
-        """
-        # mmap.madvise would block all Python threads, because it holds the GIL.
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advise(self.address, self.nbytes, _MADV_HUGEPAGE)
-        share = -(-self.nbytes // threads // _HUGE_PAGE) * _HUGE_PAGE
-        starts = range(0, self.nbytes, share)
-        first, *others = [(self.address + at, min(share, self.nbytes - at), _MADV_POPULATE_WRITE) for at in starts]
-        with ThreadPoolExecutor(threads) as workers:
-            for call in others:
-                workers.submit(advise, *call)
-            advise(*first)  # on this thread, after all threads have started: populating blocks their start
-
-
-def _unlock(process: int, device: int, address: int) -> None:
-    if process != os.getpid():  # CUDA cannot be used in a forked child
-        return
-    with torch.cuda.device(device):  # so that CUDA does not initialize another device
-        torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def view_of(memory: torch.Tensor) -> memoryview:
-    """Return a new memoryview of a uint8 tensor. The memoryview keeps the tensor alive."""
-    block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
-    block._owner = memory  # type: ignore[attr-defined]
-    return memoryview(block).cast("B")
+class _NotNeeded(Exception):
+    """The block that is made in the background is too small, or its pool is closed."""
 
 
 class Lease:
@@ -161,14 +75,14 @@ class Pool:
         return lease.hand_out(state_dict_of_those_tensors)
 
     The pool retains unused blocks, the largest first, up to ``max_in_flight`` times the size of one copy. Only one
-    thread at a time may call :meth:`lease`. :meth:`release` and :meth:`close` are thread-safe.
+    thread at a time may call :meth:`lease` and :meth:`prepare`. :meth:`release` and :meth:`close` are thread-safe.
 
     Args:
         max_in_flight: number of leases from which on :meth:`lease` waits; None: unlimited.
         wait_s: maximum seconds that :meth:`lease` waits.
         keep: True: reuse returned blocks. False: free them.
-        pin: whether to page-lock the memory; None: if an accelerator is available. If this fails, the pool uses
-            pageable memory and logs the failure.
+        pin: whether to page-lock the memory; None: if an accelerator is available. If this fails, the rest of the
+            memory is pageable. The pool logs the first such failure.
         threads: number of threads that pre-fault new pages.
 
     Attributes:
@@ -190,14 +104,16 @@ class Pool:
         self.readers_release = False
         self._expected = 0  # bytes of one copy
         there = torch.accelerator.is_available()
-        # Only the first rank of each machine logs this.
-        if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
+        self._logs = os.environ.get("LOCAL_RANK", "0") == "0"  # only the first rank of each machine logs information
+        if keep and pin is not False and not there and self._logs:
             log.info(
                 "stagereg: no accelerator is available, so copies are staged in pre-faulted memory that is not "
                 "page-locked."
             )
-        self._make = lambda nbytes: Block(nbytes, pin is not False and there, threads)
-        self._keep = keep
+        self._pin, self._threads, self._keep = pin is not False and there, threads, keep
+        self._prepares = self._pin and keep and torch.cuda.is_available()
+        self._spare: threading.Thread | None = None  # makes a block and adds it to ``_free``
+        self._refused = False  # whether a failure to page-lock memory has been logged
         # Finalizers, on any thread, change each of these two attributes in one atomic operation.
         self._out: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._free: list[Block] = []
@@ -225,17 +141,69 @@ class Pool:
         weakref.finalize(lease, _give_back, weakref.ref(self), block, os.getpid()).atexit = False
         return lease
 
+    def prepare(self) -> None:
+        """Make a block in the background, because :meth:`lease` will be called soon. Returns immediately.
+
+        Does nothing unless the memory is page-locked for CUDA, all blocks are in use, and another block is permitted by
+        ``max_in_flight``. If the block cannot be made, logs a warning, and the next :meth:`lease` makes the block.
+        """
+        if not self._prepares or self._closed or self._spare is not None or self._fitting(self._expected):
+            return
+        if 0 < len(self._in_use) < self.max_in_flight:
+            make = threading.Thread(
+                target=self._make_spare, args=(self._expected, torch.cuda.current_device()), name="stagereg-memory"
+            )
+            with contextlib.suppress(RuntimeError):  # Python 3.12 starts no threads at interpreter exit
+                make.start()
+                self._spare = make
+                if self._logs:
+                    self._logs = False
+                    text = "stagereg: A copy is still in use shortly before the next one, so memory for another copy "
+                    text += "(%.2f GiB) is allocated in the background. max_in_flight=1 uses one copy only."
+                    log.info(text, self._expected / 2**30)
+
+    def _make_spare(self, nbytes: int, device: int) -> None:
+        def check() -> None:
+            if self._closed or nbytes < self._expected or not threading.main_thread().is_alive():
+                raise _NotNeeded
+
+        try:
+            with torch.cuda.device(device):  # a new thread has device 0, which CUDA would initialize
+                self._free.append(self._make(nbytes, 1, check))
+        except _NotNeeded:
+            pass
+        except Exception as error:
+            text = (
+                "stagereg: cannot allocate memory for the next copy in the background (%s). The next save tries again."
+            )
+            log.warning(text, error)
+        if self._closed:
+            self._free.clear()
+
+    def _make(self, nbytes: int, threads: int, check: Callable[[], object] = lambda: None) -> Block:
+        block = Block(nbytes, self._pin, threads, check)
+        if block.refusal and not self._refused:
+            self._refused = True
+            text = "stagereg: page-locked only %d of %d bytes (%s). Copies to the other bytes are slower."
+            log.warning(text, block.locked, block.nbytes, block.refusal)
+        return block
+
     def _block(self, nbytes: int) -> Block:
-        if nbytes > self._expected:
-            self._expected = nbytes
-            self._free = [block for block in self._free if block.nbytes >= nbytes]
+        grown, self._expected = nbytes > self._expected, max(nbytes, self._expected)
+        if self._spare is not None and (grown or not self._fitting(nbytes) or not self._spare.is_alive()):
+            self._spare.join()  # ends soon if ``grown``, because a block of the earlier size is not needed
+            self._spare = None
+        if grown:
+            self._free = self._fitting(nbytes)
         self._trim()
-        fitting = [block for block in self._free if nbytes <= block.nbytes]
-        if not fitting:
-            return self._make(nbytes)
+        if not (fitting := self._fitting(nbytes)):
+            return self._make(nbytes, self._threads)
         block = min(fitting, key=lambda block: block.nbytes)
         self._free.remove(block)
         return block
+
+    def _fitting(self, nbytes: int) -> list[Block]:
+        return [block for block in self._free if nbytes <= block.nbytes]
 
     def release(self, copy: object) -> None:
         """End the lease of a copy, and clear the copy if it is a dict. Thread-safe.
@@ -256,6 +224,8 @@ class Pool:
     def close(self) -> None:
         """Free unused blocks. A block in use is freed when its readers release it. Idempotent."""
         self._closed = True
+        if (spare := self._spare) is not None:
+            spare.join(_CLOSE_S)
         self._free.clear()
 
     def inherit_copies(self, inherited: bool) -> None:
@@ -267,7 +237,7 @@ class Pool:
     def renew(self) -> None:
         """In a forked child, drop all blocks and copies, because they belong to the parent process."""
         self._out, self._copies, self._in_use = weakref.WeakSet(), weakref.WeakValueDictionary(), weakref.WeakSet()
-        self._free = []
+        self._free, self._spare = [], None
 
     def _wait(self) -> None:
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
@@ -294,13 +264,9 @@ class Pool:
             log.warning(text, self.in_flight, limit)
 
     def _trim(self) -> None:
-        most = self.max_in_flight * _whole_pages(self._expected)
+        most = self.max_in_flight * whole_pages(self._expected)
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // _PAGE) * _PAGE
 
 
 def _give_back(pool: weakref.ref[Pool], block: Block, process: int) -> None:

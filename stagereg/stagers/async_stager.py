@@ -87,6 +87,14 @@ class ReleasesCopies(Protocol):
 
 
 @runtime_checkable
+class ExpectsStage(Protocol):
+    """A stager that allocates memory in the background if it is called before ``stage``."""
+
+    def expect_stage(self) -> None:
+        """Announce that ``stage`` will be called soon. Returns immediately. Called on the training thread, often."""
+
+
+@runtime_checkable
 class WatchesOptimizers(Protocol):
     """A stager that copies less before ``stage`` returns, if it knows an optimizer before its first step."""
 

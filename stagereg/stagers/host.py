@@ -88,6 +88,9 @@ class HostStager(AsyncStager):
     def expect_release(self) -> None:
         self._copier.pool.readers_release = True
 
+    def expect_stage(self) -> None:
+        self._copier.pool.prepare()
+
     def release(self, staged: Any) -> None:
         self._copier.pool.release(staged)
 

@@ -149,7 +149,7 @@ def _link(device: str, scale: float, rounds: int) -> dict[str, Any]:
     """Bytes a second from the device to page-locked memory, one copy at a time, by size; and the other way."""
     import torch
 
-    from stagereg.kernel.memory import Block
+    from stagereg.base.pages import Block
 
     mark, between = _clock(device)
     stream = contextlib.nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())

@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.bench.command as command
 from stagereg.assembly import Checkpointer
+from stagereg.base.pages import view_of
 from stagereg.bench.ceiling import ROW as CEILING
 from stagereg.bench.measure import Series, interleave
 from stagereg.bench.report import Group, Line, iqr, ms
 from stagereg.bench.states import shrunk, tensors
-from stagereg.kernel.memory import view_of
 from stagereg.registry import build
 from tests.benchmarks import on_ranks, program
 from tests.benchmarks.on_ranks import Taken, Turn

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.base.pages import view_of
 from stagereg.errors import CheckpointError, RankMismatchError, StageregError, global_ranks, kind_of, name_ranks, reason
 from stagereg.kernel.broken import abort, is_broken_operation, is_timeout
 from stagereg.kernel.channel import resources_of, wait_for_keys
-from stagereg.kernel.memory import view_of
 
 _log = logging.getLogger(__name__)
 

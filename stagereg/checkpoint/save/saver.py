@@ -32,7 +32,7 @@ from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers
 from stagereg.checkpoint.targets import ReplicaSave, ReplicaSharding, Schedule
 from stagereg.data import LoadsEveryRank
 from stagereg.errors import CheckpointError, StageregError, reason
-from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ReleasesCopies, UnconfirmedCopy
+from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ExpectsStage, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Saver:
         if isinstance(stager, ReleasesCopies):
             stager.expect_release()
         self._confirms = stager if isinstance(stager, ConfirmsCopies) else None
+        self._expects = stager if isinstance(stager, ExpectsStage) else None
         self.retake = threads.retake
         if self._confirms is not None:
             self.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
@@ -132,6 +133,10 @@ class Saver:
             self._due = step, self._everywhere
         else:
             self._due = step, tuple(sorted({0, *due})) if due else ()  # the first target prepares the copy for all
+        if self._expects is not None and self.saved is not None and not self._due[1]:
+            every = min(each.target.schedule.every for each in self._threads.all)
+            if 2 * (step - self.saved) >= every:  # a copy that is still in use may be in use at the next save too
+                self._expects.expect_stage()
         return bool(self._due[1])
 
     def targets_of(self, step: int, everywhere: bool = False) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.index import ArchiveResult, TensorResult
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.storage.aligned import AlignedFile
@@ -22,7 +23,6 @@ from stagereg.checkpoint.storage.envelope import envelope
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, standalone, write_archive
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import at_least, one_of
-from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
 

@@ -12,9 +12,9 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.wrappers import wraps
-from stagereg.kernel.memory import view_of
 
 MOST_BYTES = 256 << 20  # maximum bytes that a rank checksums, and that rank 0 reads back
 

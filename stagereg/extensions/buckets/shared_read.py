@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import differences, joined
 from stagereg.checkpoint.format.index import INDEX
@@ -25,7 +26,6 @@ from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.storage.reading import CheckpointFiles, Readable, Transfer, read_index
 from stagereg.checkpoint.storage.subclasses import Whole
-from stagereg.kernel.memory import view_of
 
 _PIECE_BYTES = 48 << 20
 _LEAST_BYTES = 4 << 20

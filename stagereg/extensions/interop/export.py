@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 import torch
 
 import stagereg.checkpoint.format.encoding as encoding
+from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.manifest import new_token
 from stagereg.checkpoint.storage.reading import CheckpointFiles
@@ -27,7 +28,6 @@ from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.opened import OpenCheckpoint, tensors_of
 from stagereg.extensions.interop.refusing import refusing
 from stagereg.extensions.interop.safetensors import DTYPES, METADATA, head
-from stagereg.kernel.memory import view_of
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", SAFETENSORS)  # valid suffixes of an exported file

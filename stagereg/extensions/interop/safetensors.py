@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.base.option_text import choice
+from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.index import TensorResult
 from stagereg.checkpoint.format.wrappers import name_of, wraps
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_archive
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
 METADATA = "__metadata__"  # a reserved name in the header of a file, which no tensor can have

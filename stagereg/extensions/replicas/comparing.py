@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import stagereg.checkpoint.format.split_tensors as split_tensors
 import stagereg.checkpoint.state.entries as entries
+from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.wrappers import form_of, inner_tensors, wraps
@@ -28,7 +29,6 @@ from stagereg.checkpoint.ranks.merging import alike, digest
 from stagereg.checkpoint.state.entries import TensorKind, chunks_of, local_part
 from stagereg.checkpoint.targets import Part
 from stagereg.errors import RankMismatchError, name_ranks
-from stagereg.kernel.memory import view_of
 
 _SHOWN = 10
 _OBJECTS = "stagereg.objects"

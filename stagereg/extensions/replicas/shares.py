@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.state.entries as state_entries
+from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.state.entries import local_part
 from stagereg.checkpoint.targets import Part, Question, ReplicaSave, ReplicaSharding
@@ -35,7 +36,6 @@ from stagereg.extensions.replicas.comparing import (
     contents,
     expect_alike,
 )
-from stagereg.kernel.memory import view_of
 
 _COMPARING = -1  # marks a save in which ranks compare, instead of the number of an earlier comparison
 _LEAST_BYTES = 1 << 16  # smaller tensors are not split

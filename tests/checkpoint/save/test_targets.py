@@ -53,8 +53,12 @@ class Releasing(BlockingAsyncStager):
     def __init__(self) -> None:
         super().__init__()
         self.released: list[float] = []
+        self.expected = 0
 
     def expect_release(self) -> None: ...
+
+    def expect_stage(self) -> None:
+        self.expected += 1
 
     def release(self, staged: dict[str, Any]) -> None:
         self.released.append(float(staged["x"].sum()))
@@ -95,6 +99,17 @@ def test_each_target_gets_the_steps_of_its_schedule_and_the_first_one_all(tmp_pa
     assert run.steps() == [[2, 3, 4, 5, 6, 8, 9, 10], [3, 6, 9], [5, 10]]
     assert (run.threads.stats.saves, run.threads.stats.tier_saves) == (2, 11)
     assert run.threads.stats.bytes_staged == 8 * 16, "each copy counts once"
+    run.threads.close()
+
+
+@pytest.mark.parametrize(("every", "told"), [(1, []), (2, [3, 5, 7, 9, 11]), (5, [8, 9]), (6, [9, 10, 11])])
+def test_the_stager_is_told_of_the_next_save_from_half_way_on(every: int, told: list[int], tmp_path: Path) -> None:
+    run, found = Run(tmp_path, (every, False), (100, True)), []
+    for step in range(1, 12):
+        before = run.stager.expected
+        run.step(step)
+        found += [step] * (run.stager.expected - before)
+    assert found == told, "not before the first save, which tells the size"
     run.threads.close()
 
 
