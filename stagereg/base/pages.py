@@ -2,10 +2,10 @@
 
 Page-locking takes about 0.1 s per GB, and the driver of the accelerator may lock out other threads during a call. A
 system may refuse to page-lock more than a limit, and NVIDIA drivers refuse a single call of 512 GiB. So a block is
-page-locked in pieces of ``LOCKED_PIECE`` bytes, from its start. After a refusal, the rest of the block is pageable.
+page-locked in pieces of ``LOCKED_BYTES`` bytes, from its start. After a refusal, the rest of the block is pageable.
 
 CUDA refuses a copy between a device and memory of which only a part is page-locked, and may refuse a copy that covers
-parts of two pieces. So code that copies between a block and a device splits the copy at multiples of ``LOCKED_PIECE``
+parts of two pieces. So code that copies between a block and a device splits the copy at multiples of ``LOCKED_BYTES``
 from the start of the block.
 """
 
@@ -25,7 +25,7 @@ from stagereg.base.capture import relaxed_capture
 from stagereg.base.forks import PrivateMemory, private_memory
 from stagereg.errors import StagingError
 
-LOCKED_PIECE = 2**30
+LOCKED_BYTES = 2**30
 """Bytes of a piece of a block, which one call page-locks. Pieces start at multiples of this from the block's start."""
 
 _BETWEEN_PIECES_S = 0.001  # seconds between two calls, in which other threads can enter the driver
@@ -68,9 +68,9 @@ class Block:
         if pin:
             owner = os.getpid(), torch.cuda.current_device()
             weakref.finalize(self._memory, _unlock, *owner, addresses).atexit = False
-        for at in range(0, self.nbytes, LOCKED_PIECE):
+        for at in range(0, self.nbytes, LOCKED_BYTES):
             check()
-            size = min(LOCKED_PIECE, self.nbytes - at)
+            size = min(LOCKED_BYTES, self.nbytes - at)
             if self.nbytes >= _WORTH_TOUCHING:
                 self._touch(at, size, threads)
             if pin and not self.refusal:

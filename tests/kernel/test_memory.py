@@ -18,7 +18,7 @@ import torch
 
 import stagereg.base.pages as pages
 import stagereg.kernel.memory as memory
-from stagereg.base.pages import LOCKED_PIECE, Block
+from stagereg.base.pages import LOCKED_BYTES, Block
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.memory import Lease, Pool
 
@@ -238,7 +238,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "torch.cuda.set_device": fake.set_device,
         "torch.cuda.device": fake.device,
         "stagereg.base.pages.relaxed_capture": fake.relaxed_capture,
-        "stagereg.base.pages.LOCKED_PIECE": 2**20,
+        "stagereg.base.pages.LOCKED_BYTES": 2**20,
     }.items():
         monkeypatch.setattr(name, value)
     return fake
@@ -470,7 +470,7 @@ class TestTheBlockMadeInTheBackground:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 class TestOnCuda:
     def test_every_piece_of_a_block_is_page_locked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pages, "LOCKED_PIECE", 2**24)
+        monkeypatch.setattr(pages, "LOCKED_BYTES", 2**24)
         block = Block(5 * 2**24 + 4096, True, 2)
         assert (block.locked, block.refusal) == (block.nbytes, "")
         x = torch.frombuffer(block.view(), dtype=torch.uint8)
@@ -511,4 +511,4 @@ class TestOnCuda:
 
 
 def test_a_piece_is_a_gibibyte() -> None:
-    assert LOCKED_PIECE == 2**30, "transfers split at multiples of it; drivers refuse 512 GiB in a call"
+    assert LOCKED_BYTES == 2**30, "transfers split at multiples of it; drivers refuse 512 GiB in a call"
