@@ -23,7 +23,7 @@ WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py test
 AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train plot test test-core test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu slurm dist check format clean
+.PHONY: train plot test test-core test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu gpu-quick slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -76,9 +76,12 @@ fuzz: $(VENV)/.ready  ## 35,000 mutations of what comes from elsewhere, each rea
 scale: $(VENV)/.ready  ## what a save sends and costs on thousands of simulated ranks
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/benchmarks/scale.py
 
-# Offline: make gpu VENV= PYTHON=the one that has torch, Hydra and pytest
+# Offline: make gpu-quick VENV= PYTHON=the Python that has torch, Hydra, pytest and hypothesis
 gpu: $(if $(VENV),$(VENV)/.ready)  ## on a machine with an NVIDIA GPU: its tests and benchmarks, to gpu-report/gpu.md
-	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/benchmarks/gpu.py --out gpu-report
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/benchmarks/gpu.py --out gpu-report $(ARGS)
+
+gpu-quick: $(if $(VENV),$(VENV)/.ready)  ## the same in at most 8 minutes on one GPU: tests, checks of twelve risks, short benchmarks
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) tests/benchmarks/gpu.py --quick --out gpu-report $(ARGS)
 
 # As root, since it makes machines; a user's own Slurm is not touched.
 slurm: $(VENV)/.ready  ## the scripts of docs/slurm.md on a Slurm cluster in the lab, which is set up and ended

@@ -1,13 +1,16 @@
-"""``make gpu``: the tests and benchmarks that need an NVIDIA GPU, on one page, ``gpu.md``, and in ``gpu.json``.
+"""``make gpu`` and ``make gpu-quick``: tests and benchmarks on an NVIDIA GPU, on one page (``gpu.md``, ``gpu.json``).
 
-The tests have runs on GPUs fail and go on: the survivors' save, a tier, a restart, with gloo, and from two GPUs on with
-NCCL. The page names each test that could not run, and why.
+``--quick`` takes at most :data:`QUICK_S` seconds: tests marked ``gpu``, the checks of twelve risks, and short
+measurements. Without ``--quick``, all tests and benchmarks run with more rounds. The page has the tests and checks that
+passed, failed or could not run, with reasons, the tables, and the versions of the software and the driver.
 
-Each piece runs in a process of its own with a time limit. One that fails, or that takes too long, costs only its part
-of the page, which then has its error. Needs Linux, torch and what the tests import; where there is no network, call it
-with the Python that has them: ``python tests/benchmarks/gpu.py --out gpu-report``.
+Each piece runs in a process of its own with a time limit. A piece that fails, crashes or takes too long costs only its
+part of the page, which then has the error. The exit code is 1 if a piece failed, a test failed, or a check found a
+fault.
 
-With ``--device cpu`` all of it runs without a GPU, to see that it does; no figure is one of a GPU then.
+Requires Linux, torch 2.11 or newer, Hydra, pytest and hypothesis. Without network, run it with the Python that has
+these packages: ``python tests/benchmarks/gpu.py --out gpu-report``. ``--device cpu`` is a dry run without a GPU, which
+shows that each piece runs. Its figures are not figures of a GPU.
 """
 
 from __future__ import annotations
@@ -15,266 +18,330 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
-import platform
+import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STATE_BYTES = 10 * 10**9
+QUICK_S = 480.0  # maximum seconds of --quick
 NO_GPU = "No GPU: nothing here is a GPU figure"
+
+FIRST = (
+    "stagers/test_accelerator.py",
+    "stagers",
+    "kernel",
+    "extensions/recovery/test_step_snapshot.py",
+    "extensions/recovery/test_emergency*.py",
+    "join",
+    "extensions/numa",
+    "launch",
+)
+"""The files and folders in ``tests`` that run first, in this order, because they hold the twelve risks."""
+
+LAST = ("extensions/recovery/test_devices.py", "benchmarks")
+"""The files and folders in ``tests`` that run last, because they take long."""
+
+RISKS = {
+    "R1": "an emergency save behind a collective that does not end",
+    "R4": "a copy that holds the link for long",
+    "R3": "page-locking on the training thread",
+    "R5": "storages that are replaced or freed during a copy",
+    "R2": "forked children and staging memory",
+    "R9": "a captured optimizer that is replayed during a copy",
+    "R8": "a CUDA graph that is captured during a copy",
+    "R10": "thousands of small tensors",
+    "R6": "`join.mean` and the device",
+    "R11": "a core that spins in a wait",
+    "R12": "views with holes, and a copy after a failed copy",
+    "R7": "staging memory on another NUMA node",
+}
+"""What each check in ``gpu_risks.py`` looks for, in the order of the checks."""
+
+OK, FAULT, COULD_NOT_RUN = "ok", "fault", "could not run"
+
+_POLL_S = 0.1
+_REAP_S = 2.0  # maximum seconds to wait for a killed process
+_LEAST_S = 2.0  # a piece with less time does not start
 
 
 @dataclass
 class Piece:
-    """What one process has come to."""
+    """A process, its limits and its result.
+
+    Pieces with the same ``share`` have ``shares[share]`` seconds together.
+    """
 
     name: str
     command: list[str]
     limit_s: float
+    share: str = ""
     seconds: float = 0.0
-    error: str = ""  # empty: it ended well
+    error: str = ""  # empty if the piece succeeded
     printed: str = ""
-    result: Any = field(default_factory=dict)  # of its JSON file
+    result: Any = field(default_factory=dict)  # the content of its JSON file
 
-    def run(self, folder: Path) -> None:
-        """Run the command; ``{out}`` in it becomes the name of the file for its result."""
-        file, began = folder / f"{self.name}.out", time.monotonic()
-        command = [part.replace("{out}", str(file)) for part in self.command]
-        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path}
-        try:
-            with open(folder / f"{self.name}.log", "w+", errors="replace") as log:
-                process = subprocess.Popen(
-                    command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-                try:
-                    code = process.wait(self.limit_s)
-                    self.error = f"exit code {code}" if code else ""
-                except subprocess.TimeoutExpired:
-                    self.error = f"stopped after {self.limit_s:g} s"
-                finally:
-                    with contextlib.suppress(ProcessLookupError):  # it, and what it has started
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+    def run(self, folder: Path, left_s: float = math.inf) -> None:
+        """Run the command for at most ``limit_s`` and ``left_s`` seconds.
+
+        ``{out}`` in the command is replaced by the path of a file for the result.
+        """
+        began = time.monotonic()
+        if left_s < _LEAST_S:
+            self.error = "no time was left"
+        else:
+            try:
+                self._run(folder, min(self.limit_s, left_s))
+            except (OSError, ValueError) as error:
+                self.error = self.error or f"{type(error).__name__}: {error}"
+        self.seconds = time.monotonic() - began
+        self.conclude(left_s)
+
+    def _run(self, folder: Path, limit_s: float) -> None:
+        file = folder / f"{self.name}.out"
+        with open(folder / f"{self.name}.log", "w+", errors="replace") as log:
+            try:
+                with _started([part.replace("{out}", str(file)) for part in self.command], log) as process:
+                    try:
+                        code = process.wait(limit_s)
+                        self.error = f"exit code {code}" if code else ""
+                    except subprocess.TimeoutExpired:
+                        self.error = f"stopped after {limit_s:.3g} s"
+            finally:
                 log.seek(0)
                 self.printed = log.read()
-            if file.exists():
-                self.result = _tests_of(file) if self.name == "tests" else json.loads(file.read_text())
-        except (OSError, ValueError, ElementTree.ParseError) as error:
-            self.error = self.error or f"{type(error).__name__}: {error}"
-        self.seconds = time.monotonic() - began
+        if file.exists():
+            self.result = json.loads(file.read_text())
+
+    def conclude(self, left_s: float) -> None:
+        """Add what follows from the result and the error."""
 
 
-def pieces(device: str, scale: float, rounds: int, disk: Path) -> list[Piece]:
-    """All there is to run. ``scale`` is of the bytes of each state, ``disk`` where checkpoints are written."""
-    python = [sys.executable, "-P"]
-    marked = [str(path) for path in sorted((REPOSITORY / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    chosen = "gpu" if device == "cuda" else "gpu or in_place_of_gpu"
-    pytest = [*python, "-m", "pytest", "-m", chosen, "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    own = [*python, str(Path(__file__).resolve()), "--device", device, "--scale", str(scale), "--rounds", str(rounds)]
-    sizes = ["--scale", str(scale), "--rounds", str(rounds), "--device", device, "--json", "{out}"]
-    bench, where = [*python, "-m", "stagereg", "bench"], ["--dir", str(disk)]
+class Risk(Piece):
+    """The check of one risk. ``result`` has the verdict and the figures. A process that crashes or hangs is a fault."""
+
+    def conclude(self, left_s: float) -> None:
+        lines = re.findall(rf"^{self.name} ({OK}|{FAULT}|{COULD_NOT_RUN}): (.*)$", self.printed, re.MULTILINE)
+        if lines:
+            verdict, figures = lines[-1]
+        elif left_s < self.limit_s and not self.error.startswith("exit code"):
+            verdict, figures = COULD_NOT_RUN, "the other checks used up the time"
+        else:
+            verdict, figures = FAULT, self.error or "the check printed no verdict"
+        if lines and self.error and verdict != FAULT:  # for example a crash after the verdict
+            verdict, figures = FAULT, f"{figures}; {self.error}"
+        self.error = FAULT if verdict == FAULT else self.error
+        self.result = {"verdict": verdict, "figures": figures}
+
+
+class Bench(Piece):
+    """A benchmark with rows. A failure of torch's own stager or storage is in the table, and is not an error."""
+
+    def conclude(self, left_s: float) -> None:
+        rows = [row for group in self.result.get("groups", ()) for row in group["rows"]]
+        failed = [row["row"] for row in rows if row.get("failure")]
+        if self.error == "exit code 1" and failed and all("torch:" in row for row in failed):
+            self.error = ""
+
+
+class Tests(Piece):
+    """All tests marked ``gpu``, in one process of pytest, or in several if a test takes too long or crashes.
+
+    ``result`` has the number of tests that passed, and the messages of tests that failed or could not run.
+    """
+
+    each_s = 600.0  # maximum seconds of one test
+
+    def _run(self, folder: Path, limit_s: float) -> None:
+        outcomes: dict[str, tuple[str, str]] = {}
+        collected: set[str] = set()
+        until, attempt, end = time.monotonic() + limit_s, 0, None
+        while end is None:
+            attempt += 1
+            records, done = folder / f"tests.{attempt}.jsonl", folder / f"tests.{attempt}.json"
+            done.write_text(json.dumps(list(outcomes)))
+            command = [{"{out}": str(records), "{done}": str(done)}.get(part, part) for part in self.command]
+            with open(folder / f"tests.{attempt}.log", "w+", errors="replace") as log:
+                with _started(command, log) as process:
+                    end = self._follow(process, records, outcomes, collected, until)
+                log.seek(0)
+                self.printed += log.read()
+        not_run = dict.fromkeys(sorted(collected - outcomes.keys()), "no time was left")
+        failed, skipped = (
+            {k: v for k, (each, v) in outcomes.items() if each == kind} for kind in ("failed", "skipped")
+        )
+        passed = sum(each == "passed" for each, _ in outcomes.values())
+        self.result = {"passed": passed, "failed": failed, "skipped": skipped | not_run}
+        problems = [end, f"{len(failed)} failed" if failed else "", f"{len(not_run)} had no time" if not_run else ""]
+        self.error = "; ".join(filter(None, [*problems, "" if outcomes or end else "no test was found"]))
+
+    def _follow(
+        self,
+        process: subprocess.Popen[Any],
+        records: Path,
+        outcomes: dict[str, tuple[str, str]],
+        collected: set[str],
+        until: float,
+    ) -> str | None:
+        """Read the records of one process until it ends. Return ``None`` if another process must run the other tests.
+
+        Otherwise, return the error, or an empty string.
+        """
+        read, running, since, before = 0, "", time.monotonic(), len(outcomes)
+        while True:
+            code = process.poll()
+            lines = records.read_text().split("\n")[:-1] if records.exists() else []
+            for record in map(json.loads, lines[read:]):
+                if "collected" in record:
+                    collected.update(record["collected"])
+                elif record["outcome"] == "running":
+                    running = record["test"]
+                else:
+                    outcomes[record["test"]], running = (record["outcome"], " ".join(record["message"].split())), ""
+                since = time.monotonic()
+            read, now = len(lines), time.monotonic()
+            if code is not None:
+                if running:
+                    outcomes[running] = "failed", f"the process ended with exit code {code}"
+                    return None
+                return "" if code in (0, 1, 5) or len(outcomes) > before else f"exit code {code}"
+            if now > until:
+                if running:
+                    outcomes[running] = "skipped", "no time was left to finish"
+                return "stopped after its time" if running or not collected <= outcomes.keys() else ""
+            if running and now - since > self.each_s:
+                outcomes[running] = "failed", f"stopped after {self.each_s:g} s"
+                return None
+            if not running and collected and collected <= outcomes.keys() and now - since > 5 * _REAP_S:
+                return "pytest did not end"
+            time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], log: IO[str]) -> Iterator[subprocess.Popen[Any]]:
+    """Start a command in a process group of its own. On exit, kill the group, and wait at most ``_REAP_S`` seconds."""
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the process, and the processes that it started
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver can keep a killed process
+            process.wait(_REAP_S)
+
+
+def marked_files() -> list[str]:
+    """Return the test files with tests marked ``gpu``: first :data:`FIRST`, in the end :data:`LAST`."""
+    tests = REPOSITORY / "tests"
+    found = [path for path in sorted(tests.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+
+    def is_in(path: Path, entry: str) -> bool:
+        return path.relative_to(tests).match(entry) or (tests / entry) in path.parents
+
+    def place(path: Path) -> int:
+        if any(is_in(path, entry) for entry in LAST):
+            return len(FIRST) + 1
+        return next((i for i, entry in enumerate(FIRST) if is_in(path, entry)), len(FIRST))
+
+    return [str(path) for path in sorted(found, key=place)]
+
+
+def pieces(device: str, scale: float, rounds: int | None, disk: Path, quick: bool = False) -> list[Piece]:
+    """Return all pieces of the page, in order.
+
+    Args:
+        scale: fraction of the bytes of each state.
+        rounds: measured rounds; ``None``: 7, or 3 with ``quick``.
+        disk: directory for checkpoints.
+        quick: whether the limits of all pieces together must be below :data:`QUICK_S`.
+    """
+    rounds = rounds or (3 if quick else 7)
+    python, here = [sys.executable, "-P"], Path(__file__).resolve().parent
+    # In the whole dry run, some steps run on a CPU instead.
+    chosen = "gpu" if device == "cuda" or quick else "gpu or in_place_of_gpu"
+    pytest = [*python, str(here / "gpu_tests.py"), "{out}", "{done}", "-m", chosen, "-p", "no:cacheprovider"]
+    pytest += ["--continue-on-collection-errors", "--tb=short", *(["--hypothesis-profile=quick"] if quick else [])]
+    at = ["--device", device]
+    sizes = ["--scale", str(scale), "--rounds", str(rounds), *at]
+    bench, where, out = [*python, "-m", "stagereg", "bench"], ["--dir", str(disk)], ["--json", "{out}"]
+
+    def figures(name: str, limit_s: float) -> Piece:
+        return Piece(name, [*python, str(here / "gpu_figures.py"), name, "{out}", *sizes, *where], limit_s)
+
+    def rows(*names: str) -> list[str]:
+        return ["--rows", ",".join(names)] if quick else []
+
+    torchs = ["torch:blocking", *(["torch:pinned"] if device != "cpu" else [])]
+    staging = rows("overlapped:blocked", "overlapped:done", "pinned_cached", "again:pinned_cached", *torchs)
+    stall = rows("torch:async_save", "pinned_cached+dcp", "overlapped+dcp")
+    risk = [*python, str(here / "gpu_risks.py")]
+    tests = Tests("tests", [*pytest, *marked_files()], 115 if quick else 1800)
+    tests.each_s = 30.0 if quick else 600.0
     return [
-        Piece("machine", [*own, "--piece", "machine", "{out}"], 120),
-        Piece("tests", [*pytest, "--junitxml={out}", *marked], 1800),
-        Piece("link", [*own, "--piece", "link", "{out}"], 180),
-        Piece("large", [*own, "--piece", "large", "{out}"], 600),
-        Piece("staging", [*bench, "staging", *sizes], 1200),
-        Piece("stall", [*bench, "stall", *sizes, *where, "--torch-threads", "1"], 900),
-        Piece("write", [*python, str(REPOSITORY / "tests/benchmarks/write.py"), *sizes, *where], 600),
+        figures("machine", 15 if quick else 120),
+        tests,
+        *(Risk(name, [*risk, name, *at], 20 if quick else 60, "risks") for name in RISKS),
+        figures("link", 20 if quick else 180),
+        *([] if quick else [figures("large", 600)]),
+        Bench("staging", [*bench, "staging", *sizes, *out, *staging], 50 if quick else 1200),
+        Bench("stall", [*bench, "stall", *sizes, *out, *where, "--torch-threads", "1", *stall], 40 if quick else 900),
+        figures("beside", 50 if quick else 600),
+        figures("restore", 30 if quick else 600),
+        *([] if quick else [Bench("write", [*python, str(here / "write.py"), *sizes, *out, *where], 600)]),
     ]
 
 
-def _tests_of(file: Path) -> dict[str, Any]:
-    """How many tests passed, and the messages of those that failed and of those that could not run."""
-    cases = list(ElementTree.parse(file).iter("testcase"))
-
-    def messages(*tags: str) -> dict[str, str]:
-        return {
-            f"{case.get('classname')}::{case.get('name')}": str(each.get("message"))[:300]
-            for case in cases
-            for each in case
-            if each.tag in tags
-        }
-
-    failed, skipped = messages("failure", "error"), messages("skipped")
-    return {"passed": len(cases) - len(skipped) - len(failed), "failed": failed, "skipped": skipped}
+def shares(quick: bool) -> dict[str, float]:
+    """Return the maximum seconds of all pieces with the same ``share``."""
+    return {"risks": 145.0 if quick else 12 * 60.0}
 
 
-# -- in a process of their own
+def worst_s(all_pieces: Sequence[Piece], quick: bool) -> float:
+    """Return the seconds that ``all_pieces`` take together if each piece uses up its time."""
+    together = shares(quick)
+    alone = sum(piece.limit_s for piece in all_pieces if not piece.share)
+    return alone + sum(
+        min(most, sum(piece.limit_s for piece in all_pieces if piece.share == share))
+        for share, most in together.items()
+    )
 
 
-def _machine(device: str, scale: float, rounds: int) -> dict[str, Any]:
-    from stagereg.bench.environment import describe
-
-    found = {"host": platform.node(), **describe(device)}
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
-    with contextlib.suppress(OSError):
-        answer = subprocess.run([*query, "--format=csv"], capture_output=True, text=True, timeout=60, check=False)
-        found["nvidia-smi"] = answer.stdout.strip()
-    return found
-
-
-def _clock(device: str) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Return what marks a moment of the current stream, and what returns the seconds between two."""
-    import torch
-
-    if device == "cpu":
-        return time.perf_counter, lambda one, other: other - one
-
-    def mark() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(one: Any, other: Any) -> float:
-        other.synchronize()
-        return one.elapsed_time(other) / 1e3
-
-    return mark, between
-
-
-def _link(device: str, scale: float, rounds: int) -> dict[str, Any]:
-    """Bytes a second from the device to page-locked memory, one copy at a time, by size; and the other way."""
-    import torch
-
-    from stagereg.base.pages import Block
-
-    mark, between = _clock(device)
-    stream = contextlib.nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
-    rows = []
-    for mib in (1, 4, 16, 64, 256, 1024):
-        nbytes = max(4096, int(mib * 2**20 * scale))
-        block = Block(nbytes, device != "cpu")
-        host = torch.frombuffer(block.view(), dtype=torch.uint8, count=nbytes)
-        there = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        row = {"bytes": nbytes, "page-locked": host.is_pinned() if device != "cpu" else False}
-        for name, to, source in (("to host", host, there), ("to device", there, host)):
-            seconds = []
-            with stream:
-                for _ in range(3 + max(rounds, 5)):
-                    began = mark()
-                    to.copy_(source, non_blocking=True)
-                    seconds.append(between(began, mark()))
-            row[name] = nbytes / statistics.median(seconds[3:])
-        rows.append(row)
-    return {"rows": rows, "bytes_per_s": max(row["to host"] for row in rows)}
-
-
-def _large(device: str, scale: float, rounds: int) -> dict[str, Any]:
-    """A large state with ``overlapped``: the time in the call, the copy with nothing beside it, and steps with a copy.
-
-    A step has as many passes over a batch as take half as long again as the copy, as far as 64 do; the optimizer is the
-    first to write, so a step of a real model that is shorter than its copy waits for it.
-    """
-    import torch
-
-    import stagereg
-
-    settle = torch.cuda.synchronize if device != "cpu" else lambda: None
-    free = torch.cuda.mem_get_info()[0] if device != "cpu" else 0
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    # Weights and two moments are the state; gradients are as large as the weights, and something is left for the rest.
-    wanted = min(STATE_BYTES * scale, *([free * 0.6] if free else []), host * 0.4)
-    width, layers = (4096, 1) if wanted > 2**30 else (64, 1)
-    layers = max(1, round(wanted / (3 * 4 * width * width)))
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, device=device) for _ in range(layers)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    batch = torch.randn(512 if device != "cpu" else 8, width, device=device)
-    stager = stagereg.build("stager", "overlapped", max_in_flight=1)
-    passes = 1
-
-    def step(saves: bool = False) -> tuple[float, float, Any]:
-        """Seconds of a step and of the call in it, and the copy that was begun in it."""
-        settle()
-        began, called, promise = time.perf_counter(), 0.0, None
-        if saves:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            before = time.perf_counter()
-            promise = stager.stage(state)
-            called = time.perf_counter() - before
-        for _ in range(passes):
-            model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        settle()
-        return time.perf_counter() - began, called, promise
-
-    for saves in (False, True, True, True):  # kernels are loaded, the memory is there, and the plan is made
-        _, _, promise = step(saves)
-        copy = promise.result() if promise else None
-        del promise, copy
-    alone, calls, plain, saving = [], [], [], []
-    for _ in range(max(rounds, 3)):
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        settle()
-        began = time.perf_counter()
-        copy = stager.stage(state).result()
-        alone.append(time.perf_counter() - began)
-        count, nbytes = len(_tensors(state)), sum(x.nbytes for x in _tensors(state))
-        wrong = [i for i, (x, y) in enumerate(zip(_tensors(copy), _tensors(state), strict=True)) if not _equal(x, y)]
-        if wrong:
-            raise SystemExit(f"The copy differs from the state in tensor {wrong[0]}.")
-        del copy, state
-    took = statistics.median(alone)
-    passes = min(64, max(1, round(1.5 * took / max(step()[0], 1e-6))))
-    for _ in range(max(rounds, 5)):
-        plain.append(step()[0])
-        seconds, called, promise = step(True)
-        saving.append(seconds)
-        calls.append(called)
-        promise.result()
-        del promise
-    stager.close()
-    return {
-        "bytes": nbytes,
-        "tensors": count,
-        "copy_s": took,
-        "bytes_per_s": nbytes / took,
-        "blocked_s": statistics.median(calls),
-        "blocked_most_s": max(calls),
-        "passes": passes,
-        "step_s": statistics.median(plain),
-        "step_with_copy_s": statistics.median(saving),
-        "slower": statistics.median(b / a for a, b in zip(plain, saving, strict=True)) - 1,
-        "samples": {"copy": alone, "blocked": calls, "step": plain, "step_with_copy": saving},
-    }
-
-
-def _tensors(tree: Any) -> list[Any]:
-    from stagereg.bench.states import tensors
-
-    return tensors(tree)
-
-
-def _equal(x: Any, y: Any) -> bool:
-    import torch
-
-    return torch.equal(x, y.cpu())
+def run(all_pieces: Sequence[Piece], quick: bool, folder: Path) -> None:
+    """Run the pieces one after the other, within the limits of each, of its share, and of ``--quick``."""
+    began, used = time.monotonic(), defaultdict[str, float](float)
+    limits = shares(quick)
+    for piece in all_pieces:
+        left_s = QUICK_S - 2 * _REAP_S - (time.monotonic() - began) if quick else math.inf
+        if piece.share:
+            left_s = min(left_s, limits[piece.share] - used[piece.share])
+        print(f"{piece.name}: at most {min(piece.limit_s, max(left_s, 0)):.0f} s", flush=True)
+        piece.run(folder, left_s)
+        used[piece.share] += piece.seconds
+        if piece.error:
+            print(f"{piece.name}: {piece.error}", flush=True)
 
 
 # -- the page
 
 
 def _results(done: Sequence[Piece]) -> dict[str, Any]:
-    """By piece; nothing of those that failed before they had one."""
+    """Return the results by piece. A piece without a result has an empty dict."""
     return defaultdict(dict, {piece.name: piece.result for piece in done})
 
 
 def targets(found: dict[str, Any], device: str) -> list[tuple[str, str, bool | None]]:
-    """What is to be reached, what was, and whether it is; None if it was not measured, or not on a GPU."""
+    """Return the targets, with the figures, and whether each is reached. ``None``: not measured, or not on a GPU."""
     link, large = found["link"].get("bytes_per_s"), found["large"]
     rows: list[tuple[str, str, bool | None]] = []
 
@@ -293,6 +360,9 @@ def targets(found: dict[str, Any], device: str) -> list[tuple[str, str, bool | N
     slower = large.get("slower")
     shown = f"{(slower or 0) * 100:+.1f} % of {large.get('step_s', 0) * 1e3:.0f} ms"
     add("no step slower by more than 3 % while copying (median)", slower, shown, lambda x: x <= 0.03)
+    every = next((row.get("ratio") for row in found["beside"].get("rows", ()) if row["row"] == "overlapped"), None)
+    what = "`overlapped`, a save in every step: 1.2 times the step without a save"
+    add(what, every, f"{every or 0:.2f}", lambda x: x <= 1.2)
     return rows
 
 
@@ -301,31 +371,54 @@ def _ratio(staging: dict[str, Any], state: str, name: str) -> float | None:
     return next((row.get("ratio") for group in groups for row in group["rows"] if row["row"] == name), None)
 
 
-def page(done: Sequence[Piece], device: str) -> str:
-    """The whole page, in Markdown."""
+def page(done: Sequence[Piece], device: str, quick: bool = False) -> str:
+    """Return the whole page, in Markdown."""
     found = _results(done)
     note = f"**{NO_GPU}.**" if device == "cpu" else ""
-    parts = ["# stagereg on a GPU", note, "| | |\n|---|---|"]
-    parts[-1] += "".join(f"\n| {name} | {_cell(value)} |" for name, value in found["machine"].items())
-    parts += ["## Targets", "| target | measured | reached |\n|---|---|---|"]
+    title = "# stagereg on a GPU" + (" (`make gpu-quick`)" if quick else "")
+    parts = [title, note, _table(("", ""), found["machine"].items())]
     words = {True: "yes", False: "**no**", None: "-"}
-    parts[-1] += "".join(
-        f"\n| {what} | {shown} | {words[reached]} |" for what, shown, reached in targets(found, device)
-    )
-    parts += ["## Pieces", "| piece | seconds | |\n|---|---|---|"]
-    parts[-1] += "".join(f"\n| {piece.name} | {piece.seconds:.0f} | {piece.error or 'ok'} |" for piece in done)
+    rows = [(what, shown, words[reached]) for what, shown, reached in targets(found, device)]
+    parts += ["## Targets", _table(("target", "measured", "reached"), rows)]
+    others = [piece for piece in done if not isinstance(piece, Risk)]
+    rows = [(piece.name, f"{piece.seconds:.0f}", piece.error or "ok") for piece in others]
+    if risks := sorted((piece for piece in done if isinstance(piece, Risk)), key=lambda risk: int(risk.name[1:])):
+        verdicts = [risk.result.get("verdict", COULD_NOT_RUN) for risk in risks]
+        counts = ", ".join(f"{verdicts.count(each)} {each}" for each in (OK, FAULT, COULD_NOT_RUN))
+        rows.insert(min(2, len(rows)), ("risks", f"{sum(risk.seconds for risk in risks):.0f}", counts))
+    parts += ["## Pieces", _table(("piece", "seconds", "result"), rows)]
+    if risks:
+        rows = [
+            (risk.name, RISKS[risk.name], _bold(verdict), risk.result.get("figures", ""), f"{risk.seconds:.0f}")
+            for risk, verdict in zip(risks, verdicts, strict=True)
+        ]
+        parts += ["## Twelve risks", _table(("", "risk", "verdict", "figures or reason", "seconds"), rows)]
     if tests := found["tests"]:
         counts = f"{tests['passed']} passed, {len(tests['failed'])} failed, {len(tests['skipped'])} could not run."
         parts += ["## Tests marked `gpu`", counts]
-        for title, which in (("### Failed", "failed"), ("### Could not run", "skipped")):
-            lines = [f"- `{name}`: {_cell(why)}" for name, why in tests[which].items()]
-            parts += [title, "\n".join(lines)] if lines else []
+        for head, which in (("### Failed", "failed"), ("### Could not run", "skipped")):
+            reasons: dict[str, list[str]] = {}
+            for name, why in tests[which].items():
+                reasons.setdefault(_cell(why), []).append(f"  - `{name}`")
+            lines = ["\n".join([f"- {why or 'no message'}", *names]) for why, names in reasons.items()]
+            parts += [head, "\n".join(lines)] if lines else []
     if link := found["link"]:
-        rows = [f"| {_mib(row)} | {row['to host'] / 1e9:.2f} | {row['to device'] / 1e9:.2f} |" for row in link["rows"]]
-        parts += ["## Link", "\n".join(["| MiB | GB/s to host | GB/s to device |", "|---|---|---|", *rows])]
+        rows = [
+            (f"{row['bytes'] / 2**20:.3g}", f"{row['to host'] / 1e9:.2f}", f"{row['to device'] / 1e9:.2f}")
+            for row in link["rows"]
+        ]
+        parts += ["## Link", _table(("MiB", "GB/s to host", "GB/s to device"), rows)]
     if large := found["large"]:
         figures = {name: value for name, value in large.items() if name != "samples"}
         parts += ["## A large state with `overlapped`", "```\n" + json.dumps(figures, indent=1) + "\n```"]
+    if beside := found["beside"]:
+        parts += [
+            "## Steps with a save in every step",
+            _size(beside),
+            _timed(beside, "step_s", "ms per step", "no save"),
+        ]
+    if restore := found["restore"]:
+        parts += ["## Restore", _size(restore) + " Values are compared.", _timed(restore, "seconds", "ms", "torch")]
     for piece in done:
         if piece.error or piece.name in ("staging", "stall", "write"):
             command, tail = " ".join(Path(piece.command[0]).name.split() + piece.command[2:]), piece.printed[-12_000:]
@@ -337,56 +430,69 @@ def page(done: Sequence[Piece], device: str) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _mib(row: dict[str, Any]) -> str:
-    return f"{row['bytes'] / 2**20:.3g}"
+def _size(result: dict[str, Any]) -> str:
+    return f"{result['bytes'] / 1e9:.3g} GB in {result['tensors']} tensors."
+
+
+def _timed(result: dict[str, Any], key: str, head: str, base: str) -> str:
+    """Return a table of rows with times, and their ratio to the row ``base``."""
+    rows = [
+        (row["row"], "-", row["failure"])
+        if "failure" in row
+        else (row["row"], f"{row[key] * 1e3:.1f}", f"{row['ratio']:.2f}")
+        for row in result["rows"]
+    ]
+    return _table(("", head, f"ratio to {base} (median of rounds)"), rows)
+
+
+def _bold(verdict: str) -> str:
+    return f"**{verdict}**" if verdict == FAULT else verdict
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[object]] | Any) -> str:
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def _cell(value: object) -> str:
     return " ".join(str(value).replace("|", "/").split())
 
 
-def report(done: Sequence[Piece], device: str, out: Path) -> bool:
-    """Write the page and the JSON file. Returns whether all pieces ended well and no test failed."""
+def report(done: Sequence[Piece], device: str, out: Path, quick: bool = False) -> bool:
+    """Write the page and the JSON file. Return whether no piece failed and no check found a fault."""
     content = {
         "device": device,
+        "quick": quick,
         "note": NO_GPU if device == "cpu" else "",
+        "seconds": sum(piece.seconds for piece in done),
         "targets": [
             dict(zip(("target", "measured", "reached"), row, strict=True)) for row in targets(_results(done), device)
         ],
         "pieces": [asdict(piece) for piece in done],
     }
     (out / "gpu.json").write_text(json.dumps(content, indent=1) + "\n")
-    (out / "gpu.md").write_text(page(done, device))
+    (out / "gpu.md").write_text(page(done, device, quick))
     return not any(piece.error for piece in done)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all pieces, or in a process of its own one of them."""
+    """Run all pieces and write the page. Return the exit code."""
     parser = argparse.ArgumentParser(description="Tests and benchmarks on an NVIDIA GPU, on one page.")
     add = parser.add_argument
     add("--out", type=Path, default=Path("gpu-report"), help="directory of the page, %(default)s")
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to see that all of it runs")
-    add("--scale", type=float, default=1.0, help="of the bytes of each state, %(default)s")
-    add("--rounds", type=int, default=7, help="that count, %(default)s")
-    add("--piece", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
+    add("--quick", action="store_true", help=f"take at most {QUICK_S / 60:g} minutes")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
+    add("--scale", type=float, default=1.0, help="fraction of the bytes of each state, %(default)s")
+    add("--rounds", type=int, help="measured rounds; default: 7, or 3 with --quick")
     asked = parser.parse_args(arguments)
-    if asked.piece:
-        name, file = asked.piece
-        found = {"machine": _machine, "link": _link, "large": _large}[name](asked.device, asked.scale, asked.rounds)
-        Path(file).write_text(json.dumps(found))
-        return 0
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    done = pieces(asked.device, asked.scale, asked.rounds, out)
+    done = pieces(asked.device, asked.scale, asked.rounds, out, asked.quick)
     with tempfile.TemporaryDirectory(prefix="stagereg-gpu-") as folder:
-        for piece in done:
-            print(f"{piece.name}: at most {piece.limit_s:g} s", flush=True)
-            piece.run(Path(folder))
-            if piece.error:
-                print(f"{piece.name}: {piece.error}", flush=True)
-    ended_well = report(done, asked.device, out)
+        run(done, asked.quick, Path(folder))
+    succeeded = report(done, asked.device, out, asked.quick)
     print(f"See {out / 'gpu.md'}")
-    return int(not ended_well)
+    return int(not succeeded)
 
 
 if __name__ == "__main__":
