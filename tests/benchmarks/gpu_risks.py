@@ -308,8 +308,9 @@ def r3() -> Verdict:
         return complete(promise)
 
     first = save()
-    time.sleep(1.0)
-    second = save()  # needs a second block, like a save while the first one is written
+    staging.expect_stage()  # the saver announces the second save while the first one is written
+    time.sleep(2.0)
+    second = save()
     locked = all(x.is_pinned() for copy in (first, second) for x in tensors(copy))
     del first, second
     save()
