@@ -28,8 +28,10 @@ _log = logging.getLogger(__name__)
 _E = TypeVar("_E")
 _T = TypeVar("_T")
 
-_ACTS_ON = {"restarts": ("0", "recovery"), "heartbeat_timeout": ("10s", "recovery")}
-"""Options that an extension implements: the default, which works without that extension, and the extension's name."""
+_ACTS_ON = {"restarts": "recovery", "heartbeat_timeout": "recovery", "numa": "numa"}
+"""Options that an extension implements, with the extension's name."""
+_NEUTRAL = ("restarts=0", "heartbeat_timeout=10s", "numa=off", "numa=False")
+"""Values of these options that work without the extension. YAML reads an unquoted ``off`` as False."""
 
 
 class Start(NamedTuple):
@@ -275,9 +277,9 @@ def expect_installed(cfg: Any) -> None:
     """Raise ``LaunchError`` if the config sets an option whose extension is not installed."""
     from omegaconf import OmegaConf
 
-    for key, (neutral, extension) in _ACTS_ON.items():
-        value = OmegaConf.select(cfg, key, default=neutral)
-        if str(value) != neutral and not has(extension):
+    for key, extension in _ACTS_ON.items():
+        value = OmegaConf.select(cfg, key)
+        if value is not None and f"{key}={value}" not in _NEUTRAL and not has(extension):
             raise LaunchError(f"{key}={value} {needs(extension)}")
 
 

@@ -36,6 +36,10 @@ def test_an_option_without_its_extension_is_refused_in_one_sentence(monkeypatch:
     with pytest.raises(LaunchError, match="heartbeat_timeout=20s needs stagereg/extensions/recovery"):
         extension.expect_installed(OmegaConf.create({"heartbeat_timeout": "20s"}))
     extension.expect_installed(OmegaConf.create({}))
+    for off in ("off", False, None):
+        extension.expect_installed(OmegaConf.create({"numa": off}))
+    with pytest.raises(LaunchError, match="numa=auto needs stagereg/extensions/numa"):
+        extension.expect_installed(OmegaConf.create({"numa": "auto"}))
     with pytest.raises(
         LaunchError, match=r"restarts=3 needs stagereg/extensions/recovery, .* that directory"
     ) as refused:

@@ -1,0 +1,1 @@
+"""NUMA binding: with ``numa=auto``, each rank and its memory stay on the NUMA node of the rank's GPU."""
