@@ -33,7 +33,7 @@ from stagereg.join.counts import SampleCounter
 from stagereg.join.joinable import Joinable, JoinConfig, notify
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.loop import Mode, Terms
-from stagereg.join.mean_loss import MeanLoss, is_mean
+from stagereg.join.mean_loss import MeanLoss, divided, exchange, is_mean, share_of, stays_on_device
 from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.broken import collectives_of, discard_channels
@@ -230,22 +230,25 @@ class Join:
         """Return the mean loss of all ranks. Averaging its gradients over ranks gives the gradient of that mean.
 
         Collective: all ranks in the loop call it in the same order. Ranks that left the loop do not call it. Runs one
-        small all-reduce, and synchronizes with the device if the loss is on an accelerator.
+        small all-reduce on the CPU. Losses on CUDA devices are summed by an all-gather of the group, if its backend is
+        NCCL: the host does not wait for the device. Otherwise, or once a rank has left a plain loop, the host waits.
 
         Args:
             loss_sum: the sum of the losses of this rank's samples, a scalar of any floating dtype, such as the result
                 of a criterion with ``reduction="sum"``. A mean makes the gradient too small by the batch size; a
                 warning is logged if the autograd graph shows a mean.
-            n: the number of samples (or tokens, or other units) in ``loss_sum``. With an ``n`` of zero, the loss counts
-                as exactly zero, whatever its value. On an empty batch ``n`` also counts as zero, with a warning, unless
-                the rank has received samples since this line last ran, as in a program that accumulates losses.
+            n: the number of samples (or tokens, or other units) in ``loss_sum``. The host waits for an ``n`` on an
+                accelerator. With an ``n`` of zero, the loss counts as exactly zero, whatever its value. On an empty
+                batch ``n`` also counts as zero, with a warning, unless the rank has received samples since this line
+                last ran, as in a program that accumulates losses.
             over: ``"samples"``: the sum of all ranks' losses divided by the sum of their ``n``. ``"world"``: the mean
                 of the ranks' means, where ranks without data count as zero. ``"active"``: the mean over the ranks with
                 data. ``"world"`` and ``"active"`` match torch's ``divide_by_initial_world_size`` True and False.
                 ``None``: the join's ``average``.
 
         Returns:
-            The mean, a scalar that is equal on all ranks, for backward and for logs.
+            The mean, a scalar that is equal on all ranks, for backward and for logs. After a collective that was
+            aborted on a CUDA device, the mean is NaN.
 
         Raises:
             JoinError: called outside the join; or ``n`` may include the samples of an earlier batch.
@@ -255,24 +258,23 @@ class Join:
         if not self._warned and count > 1 and is_mean(loss_sum):
             self._warned = True
             _log.warning(_NOT_A_SUM, count)
-        own = loss_sum.detach().item() if count else 0.0
         if not self._enable or self._group.size() == 1:
-            return MeanLoss.of(loss_sum, own / (count or 1.0), 1.0 / (count or math.inf))
+            own = share_of(loss_sum, count, count, stays_on_device(loss_sum))
+            return MeanLoss.of(loss_sum, own, 1.0 / (count or math.inf))
         session, world = self._session, self._group.size()
         if session is None or session.peers.responder is None:
             counted = option("join.mode", "counted")
             raise JoinError(f"join.mean works only in `with join:`, and requires join.iterate, {counted} or planned.")
         caller = sys._getframe(1)
-        count = self._counter.counted((caller.f_code, caller.f_lineno), count, own, over, loss_sum.requires_grad)
-        own = own if count else 0.0
-        has_data = float(session.loop is None or not session.loop.membership.empty)
-        share = own if over == "samples" else own / (count or 1.0)
-        samples, active, total = session.peers.responder.request(count, has_data, share)
+        call = caller.f_code, caller.f_lineno
+        count = self._counter.counted(call, count, lambda: loss_sum.detach().item(), over, loss_sum.requires_grad)
+        per_sample = 1.0 if over == "samples" else count
+        samples, active, total = exchange(session, loss_sum, count, per_sample, self._collectives)
+        self._collectives += isinstance(total, torch.Tensor)  # the collective that has summed the losses
         divisor = {"samples": samples, "world": float(world), "active": active}[over]
         ranks = world if self._divides_by_world else active  # the number of ranks by which gradients will be divided
-        per_sample = 1.0 if over == "samples" else count
         scale = ranks / (divisor * per_sample) if count and divisor else 0.0
-        return MeanLoss.of(loss_sum, total / (divisor or 1.0), scale)
+        return MeanLoss.of(loss_sum, divided(total, divisor or 1.0), scale)
 
     # -- entering
 

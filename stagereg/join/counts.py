@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from stagereg.errors import JoinError
@@ -70,8 +70,8 @@ class SampleCounter:
         self.is_empty, self.kept = True, kept
         self.given = self.given._replace(empty=self.given.empty + 1)
 
-    def counted(self, call: Hashable, n: float, total: float, over: str, trains: bool) -> float:
-        """Return the ``n`` to use, when the program calls ``join.mean`` with ``n`` and a loss sum of ``total``.
+    def counted(self, call: Hashable, n: float, read: Callable[[], float], over: str, trains: bool) -> float:
+        """Return the ``n`` to use, when the program calls ``join.mean`` with ``n``. ``read`` returns the loss sum.
 
         A program that accumulates losses passes the ``n`` of several batches, and may do so on an empty batch. ``call``
         identifies the line of the call. ``over`` is the argument of ``join.mean``. ``trains``: whether the loss sum
@@ -89,6 +89,7 @@ class SampleCounter:
         if not since.empty or not n:
             return n
         samples = "an unknown number of" if since.samples is None else since.samples
+        total = read()
         has_loss = bool(total) and not math.isnan(total)
         # A constant n may happen to equal the number of all samples so far, but then the loss of an empty batch is 0.
         known = {each.samples for each in ((since, self.given) if has_loss else (since,)) if each.samples}

@@ -44,6 +44,7 @@ class Loop:
         running: whether the generator of :meth:`run` has begun, and has neither ended nor been closed.
         awaits_step: whether the body has received a batch and no step has begun on this batch.
         trains: whether gradients were enabled when the body received the batch. If not, the loop is an evaluation.
+        streams: whether ``join.mean`` may sum losses on their device. False once a rank could not, equal on all ranks.
         decided: the value of :attr:`membership`, or ``None`` before its first access.
     """
 
@@ -54,11 +55,11 @@ class Loop:
         self._channel = control_channel(peers.group, "membership", peers.wait_for_ranks)
         if peers.responder is None:
             channel = control_channel(peers.group, "mean", peers.wait_for_ranks)
-            peers.responder = Responder(channel, 3, peers.detector.wait)
+            peers.responder = Responder(channel, 5, peers.detector.wait)
         self._responder = peers.responder
         self.store: Any = PrefixStore(f"loop/{number}", peers.store)
         self.iterates, self.running, self.awaits_step = iterates, False, False
-        self.trains = True
+        self.trains = self.streams = True
         self._closed = False
         self.decided: Membership | None = None
         self.counter: SampleCounter | None = None  # counts the batches of join.iterate

@@ -198,7 +198,7 @@ def test_any_loop_gives_the_numbers_of_one_process_or_an_error(programs: list[Pr
 
 def judged(counter: SampleCounter, n: float, total: float, over: str = "samples", trains: bool = True) -> Any:
     with mock.patch.object(counts._log, "warning") as warning:
-        return counter.counted("here", n, total, over, trains), warning.call_count
+        return counter.counted("here", n, lambda: total, over, trains), warning.call_count
 
 
 def test_a_sum_over_several_batches_keeps_the_samples_of_this_rank() -> None:
@@ -208,7 +208,7 @@ def test_a_sum_over_several_batches_keeps_the_samples_of_this_rank() -> None:
     counter.add(torch.ones(5, 2))
     counter.add_empty({"batch['n']": 4.0})
     assert judged(counter, 5, 1.5) == (5, 0)  # what an accumulation has
-    assert counter.counted("elsewhere", 9, 1.5, "samples", True) == 9  # a line that has never run before
+    assert counter.counted("elsewhere", 9, lambda: 1.5, "samples", True) == 9  # a line that has never run before
     assert judged(counter, 5, 1.5) == (5, 0)  # another call on the same batch
     counter.add_empty({"batch['n']": 4.0})
     assert judged(counter, 9, 1.5, trains=False) == (9, 0)  # a mean over everything so far
