@@ -49,8 +49,12 @@ class MeanLoss(torch.autograd.Function):
 
 
 def stays_on_device(loss_sum: torch.Tensor) -> bool:
-    """Return whether the value of a loss can be computed on its device, in float64, without a wait of the host."""
-    return loss_sum.is_cuda and type(loss_sum) is torch.Tensor and loss_sum.numel() == 1
+    """Return whether the value of a loss can be computed on its device, in float64, without a wait of the host.
+
+    False while a CUDA graph is captured: reading the loss then raises, but a replay would use old counts.
+    """
+    is_scalar = type(loss_sum) is torch.Tensor and loss_sum.numel() == 1
+    return loss_sum.is_cuda and is_scalar and not torch.cuda.is_current_stream_capturing()
 
 
 def sums_in_stream(wire: TorchWire) -> bool:

@@ -244,27 +244,32 @@ def test_one_process_computes_its_mean_on_the_device() -> None:
         assert host.dtype == device.dtype == dtype
 
 
-def on_device(rank: int, world_size: int, kind: str) -> list[float]:
-    """On a GPU, a call that waits for the device raises."""
-    device = torch.device(kind, rank)
-    values = []
-    if kind == "cuda":
+def on_device(rank: int, world_size: int, kind: str, waits: bool) -> list[float]:
+    """Means of a short training. A call that waits for a GPU raises, unless the backend ``waits``."""
+    device = torch.device(kind, rank % max(torch.cuda.device_count(), 1))
+    wire = TorchWire(dist.group.WORLD, device)
+    assert mean_loss.sums_in_stream(wire) != waits
+    if not waits:
         torch.cuda.set_device(device)
-        share, wire = torch.tensor(rank + 1.0, dtype=torch.float64, device=device), TorchWire(dist.group.WORLD, device)
-        values.append(mean_loss.sum_in_stream(wire, share).item())
-        assert mean_loss.sums_in_stream(wire)
+        share = torch.tensor(rank + 1.0, dtype=torch.float64, device=device)
+        for mode in ("default", "error"):  # the first collective sets up connections
+            torch.cuda.set_sync_debug_mode(mode)
+            total = mean_loss.sum_in_stream(wire, share)
+            torch.cuda.set_sync_debug_mode("default")
+            assert total.item() == sum(range(world_size + 1))
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 1).to(device))
+    values = []
     with stagereg.Join([model], mode="counted", timeout=30) as join:
         for i, x in enumerate(join.iterate([x.to(device) for x in batches(rank, (2, 4))])):
             for over in OVER:
                 model.zero_grad()
                 summed = model(x).square().sum()
-                if kind == "cuda" and i:  # the first step may set up connections
+                if i and not waits:
                     torch.cuda.set_sync_debug_mode("error")
                 loss = join.mean(summed, len(x), over)
                 loss.backward()
-                if kind == "cuda":
+                if not waits:
                     torch.cuda.set_sync_debug_mode("default")
                 values.append(loss.item())
     return values
@@ -272,16 +277,45 @@ def on_device(rank: int, world_size: int, kind: str) -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_on_a_gpu_does_not_wait_for_it(ranks: int) -> None:
-    if torch.cuda.device_count() < ranks:
+@pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("nccl", 2), ("gloo", 2)])
+def test_a_step_on_a_gpu_does_not_wait_for_it(backend: str, ranks: int) -> None:
+    if backend == "nccl" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
-    host = run_ranks(on_device, ranks, args=("cpu",), timeout_s=60)
-    for (total, *means), right in zip(
-        run_ranks(on_device, ranks, args=("cuda",), backend="nccl", timeout_s=120), host, strict=True
-    ):
-        assert total == sum(range(ranks + 1))
-        assert means == pytest.approx(right, rel=1e-5)
+    host = run_ranks(on_device, ranks, args=("cpu", True), timeout_s=60)
+    device = run_ranks(on_device, ranks, args=("cuda", backend == "gloo"), backend=backend, timeout_s=120)
+    for found, right in zip(device, host, strict=True):
+        assert found == pytest.approx(right, rel=1e-5)
+
+
+def captured(rank: int, world_size: int) -> str:
+    total, join = torch.ones((), device="cuda"), stagereg.Join([nn.Linear(1, 1)], enable=False)
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            join.mean(total, 2)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_a_mean_in_a_captured_graph_raises() -> None:
+    """A replay would use the counts of the captured step."""
+    assert "captur" in run_ranks(captured, 1, timeout_s=60)[0]
+
+
+def test_a_stream_that_is_captured_has_no_sum() -> None:
+    class OnGpu:
+        is_cuda = True
+
+        def numel(self) -> int:
+            return 1
+
+    with mock.patch.object(torch, "Tensor", OnGpu):
+        for is_captured in (False, True):
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=is_captured):
+                assert mean_loss.stays_on_device(OnGpu()) != is_captured  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
