@@ -42,6 +42,14 @@ def registry_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have the stagers take host memory for the memory of an accelerator; see :class:`.FakeDevice`."""
+    from .support.fake_device import FakeDevice  # imports torch
+
+    return FakeDevice(monkeypatch)
+
+
+@pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Install a package made of one module; its entry points are given as ``"kind.name"`` to ``module:Name``."""
 

@@ -10,6 +10,11 @@ from typing import Any
 import torch
 
 
+def is_capturing() -> bool:
+    """Return whether this thread's current stream captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def relaxed_capture() -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which CUDA calls of this thread do not invalidate a capture of another thread.
 

@@ -52,8 +52,8 @@ class Hooks:
     def _end(self) -> None: ...
 
 
-class _StepHooks(Hooks):
-    """Hooks that are called with the optimizer, before or after each step of any optimizer in the process."""
+class _TorchHooks(Hooks):
+    """Hooks that are called by one global hook of torch, which ``register`` adds."""
 
     def __init__(self, register: Callable[[Any], object]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _StepHooks(Hooks):
     def _begin(self) -> None:
         register, self._register = self._register, None
         if register is not None:
-            register(_disable_dynamo(lambda optimizer, *_: self.call(optimizer)))
+            register(_disable_dynamo(lambda x, *_: self.call(x)))
 
 
 class _MethodHooks(Hooks):
@@ -95,8 +95,14 @@ class _MethodHooks(Hooks):
         return method
 
 
-BEFORE_STEPS = _StepHooks(register_optimizer_step_pre_hook)
-AFTER_STEPS = _StepHooks(register_optimizer_step_post_hook)
+ANNOUNCES_REPLAYS = hasattr(torch.cuda.graphs, "register_graph_replay_start_hook")
+"""Whether torch calls hooks before a CUDA graph is replayed (torch 2.14 and newer)."""
+
+# Before or after each step of any optimizer in the process; called with the optimizer.
+BEFORE_STEPS = _TorchHooks(register_optimizer_step_pre_hook)
+AFTER_STEPS = _TorchHooks(register_optimizer_step_post_hook)
+# Before each replay of a CUDA graph. torch ignores exceptions in these hooks.
+REPLAYS = _TorchHooks(getattr(torch.cuda.graphs, "register_graph_replay_start_hook", lambda hook: None))
 LOADS = _MethodHooks((torch.nn.Module, "load_state_dict"))  # before a module loads a state dict
 PLATEAUS = _MethodHooks((ReduceLROnPlateau, "step"))  # before a step of the scheduler
 FREES = _MethodHooks(

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
+from stagereg.base.capture import is_capturing
 from stagereg.errors import StagingError
+from stagereg.kernel.device_copy import DeviceCopy, Packed, Source, await_event
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature, tensors_over
 from stagereg.kernel.memory import Lease, Pool
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten, path_to
@@ -55,18 +57,32 @@ class PendingCopy:
         with torch.no_grad():
             return tensors_over(self.view, self.layout)
 
-    def pairs(self, regions: Sequence[Region], packed: Sequence[int] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (destination, source) pairs for ``CopyEngine.fetch``, for some regions and packed tensors."""
-        copied = [(self.bytes_of(region), region_bytes(region, self._storage_of(region))) for region in regions]
-        return [*copied, *((self.staged[i], self.sources[i]) for i in packed)]
+    def source_of(self, region: Region) -> Source:
+        """Return the source bytes of a region. The result keeps the storage alive."""
+        x, held = self.sources[region.source], self.storages.get(region.source)
+        if held is None and x.nbytes == region.nbytes and x.is_contiguous():
+            return Source(region.offset, x.view(-1).view(torch.uint8))
+        return Source(region.offset, region_bytes(region, x.untyped_storage() if held is None else held))
 
-    def bytes_of(self, region: Region) -> torch.Tensor:
-        """Return a tensor over the bytes of a region in the copy."""
-        return torch.frombuffer(self.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset)
+    def device_copies(self, regions: Sequence[Region]) -> dict[torch.device, DeviceCopy]:
+        """Return, for each accelerator, the copy of its tensors in ``regions`` and of its packed tensors."""
+        sources: dict[torch.device, list[Source]] = {}
+        views: dict[torch.device, list[Packed]] = {}
+        for region in regions:
+            source = self.source_of(region)
+            sources.setdefault(source.data.device, []).append(source)
+        for i in self.layout.remote_packed:
+            x, piece = self.sources[i], self.layout.pieces[i]
+            views.setdefault(x.device, []).append(Packed(piece.offset, x, piece.stride))
+        return {
+            device: DeviceCopy(self.view, sources.get(device, ()), views.get(device, ()))
+            for device in {**sources, **views}
+        }
 
-    def _storage_of(self, region: Region) -> torch.UntypedStorage:
-        held = self.storages.get(region.source)
-        return self.sources[region.source].untyped_storage() if held is None else held
+    def copy_packed(self) -> None:
+        """Copy the packed tensors in host memory."""
+        for i in self.layout.packed:
+            self.staged[i].copy_(self.sources[i])
 
     def unflatten(self) -> Any:
         """Return the copy of the state dict. Call only once."""
@@ -96,6 +112,8 @@ class HostCopier:
     def prepare(self, state: Any) -> PendingCopy:
         """Do everything that :meth:`copy` does, except copying the bytes. Raises the same errors."""
         self.pool.check_open()
+        if is_capturing():
+            raise StagingError([], "the current stream captures a CUDA graph. Call stage() before or after the capture")
         with torch.no_grad(), no_collection():
             known = None if self._recognizer is None else self._recognizer.match(state)
             spec = self._plan(state) if known is None else known
@@ -104,16 +122,21 @@ class HostCopier:
         return PendingCopy(spec, self._layout, lease, lease.view())
 
     def fill(self, pending: PendingCopy) -> None:
-        """Copy the bytes, and wait until the copy is complete."""
+        """Copy the bytes, and wait until the copy is complete, also after an error."""
         moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads), pending)
+        events: list[tuple[torch.device, torch.Event]] = []
         try:
             with torch.no_grad(), no_collection():
-                pending.staged  # noqa: B018  # creates the tensors while other threads copy
-                events = self.engine.fetch(pending.pairs(pending.layout.remote, pending.layout.packed))
+                copies = pending.device_copies(pending.layout.remote)
+                self.engine.fetch(copies, events)
+                pending.staged  # noqa: B018  # creates the tensors while bytes are copied
+                pending.copy_packed()
         finally:
-            moving.finish()
-        for _, event in events:
-            event.synchronize()
+            try:
+                moving.finish()
+            finally:  # otherwise queued copies could write to memory that was leased again
+                for _, event in events:
+                    await_event(event)
 
     def close(self) -> None:
         """Free plans, threads and unused memory. Returned copies remain valid. Idempotent."""

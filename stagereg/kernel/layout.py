@@ -63,7 +63,8 @@ class Layout:
     regions: list[Region]  # regions whose source is in host memory
     batch: Batch  # the copies of ``regions``
     remote: list[Region]  # regions whose source is on an accelerator
-    packed: list[int]  # tensors that are copied element by element
+    packed: list[int]  # tensors in host memory that are copied element by element
+    remote_packed: list[int]  # tensors on an accelerator that are copied element by element
     nbytes: int  # required host memory
     alone: list[tuple[torch.dtype, int, int] | None]  # (dtype, elements, offset); None if memory is shared
     unfinished: list[int]  # tensors whose shape or storage must still be set
@@ -106,11 +107,12 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
     regions = _merge(runs, rows)
     packed = _adopt(holed, regions, rows)
     nbytes, alone = _assign(regions, packed, tensors, rows, pieces)
-    local = [r for r in regions if tensors[r.source].device.type == "cpu"]
-    remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
+    local = [r for r in regions if tensors[r.source].is_cpu]
+    remote = [r for r in regions if not tensors[r.source].is_cpu]
+    packs = [i for i in packed if tensors[i].is_cpu], [i for i in packed if not tensors[i].is_cpu]
     batch = Batch([(r.offset, r.address, r.nbytes) for r in local])
     unfinished = [i for i, piece in enumerate(pieces) if alone[i] is None or piece.stride != (1,)]
-    return Layout(rows, pieces, local, batch, remote, packed, nbytes, alone, unfinished)
+    return Layout(rows, pieces, local, batch, remote, *packs, nbytes, alone, unfinished)
 
 
 def _merge(runs: list[_Run], rows: Signature) -> list[Region]:

@@ -12,7 +12,7 @@ import functools
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -20,8 +20,10 @@ from itertools import chain
 import torch
 
 import stagereg.kernel.compiled as compiled
+from stagereg.base.capture import relaxed_capture
 from stagereg.base.forks import RenewedInChild
 from stagereg.errors import StagingError
+from stagereg.kernel.device_copy import DeviceCopy
 
 COPY_THREADS = "stagereg-copy"  # prefix of the names of threads that copy
 
@@ -54,26 +56,21 @@ class CopyEngine:
                 self._workers.submit(task.work, held)
         return task
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
-        """Copy tensors, given as (destination, source) pairs. Return one event per accelerator, after its copies.
+    def fetch(self, copies: Mapping[torch.device, DeviceCopy], events: list[tuple[torch.device, torch.Event]]) -> None:
+        """Queue all steps of ``copies`` on side streams, after the work that the caller has queued.
 
-        Copies from an accelerator run on a separate stream, after the work that the caller has queued; the caller's
-        stream does not wait. Copies from host memory are complete on return.
+        The caller's stream does not wait. Appends to ``events`` one event per device, which is complete when all queued
+        copies are, also if a step raises an error. The caller must then wait for the events.
         """
-        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for to, source in pairs:
-            by_device.setdefault(source.device, []).append((to, source))
-        for to, source in by_device.pop(torch.device("cpu"), ()):
-            to.copy_(source)
-        events: list[tuple[torch.device, torch.Event]] = []
-        for device, away in by_device.items():
+        for device, copy in copies.items():
             stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
             stream.wait_event(torch.accelerator.current_stream(device).record_event())
-            with stream:
-                for to, source in away:
-                    to.copy_(source, non_blocking=True)
-                events.append((device, stream.record_event()))
-        return events
+            with relaxed_capture(), stream:
+                try:
+                    for step in copy.steps:
+                        step.queue()
+                finally:
+                    events.append((device, stream.record_event()))
 
     def close(self) -> None:
         """Stop the threads. Idempotent."""

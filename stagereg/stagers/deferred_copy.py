@@ -23,11 +23,14 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
+from stagereg.base.capture import is_capturing, relaxed_capture
 from stagereg.kernel.copier import PendingCopy
+from stagereg.kernel.device_copy import Step, await_event
 from stagereg.kernel.layout import Layout, Region, is_in
 from stagereg.kernel.transfer import Batch, CopyTask, piece
 from stagereg.stagers.device_sources import DeviceSources
@@ -36,6 +39,7 @@ _PIECE_BYTES = 2**22  # bytes; a writer waits for at most one piece of another t
 SAMPLE_BYTES = 64
 _MOST_BLOCKS = 4  # maximum number of memory blocks that the copies use alternately
 _MAX_BYTES_BETWEEN = 2**22  # maximum distance between two samples of a region
+_POLL_S = 5e-4  # seconds between two checks whether the next piece may be queued
 _STILL_S = 0.5  # seconds; after this time without a fence, unchanged counters are final
 _SLICE_S = 0.05  # seconds; the wait is counted in such slices, so that suspension of the process does not count
 
@@ -116,6 +120,21 @@ def _sampler_of(samples: Sequence[tuple[Region, int]], base: int | None) -> Call
     return sampler(starts, [min(region.nbytes, SAMPLE_BYTES) for region, _ in samples])
 
 
+class Pace(NamedTuple):
+    """How copies from an accelerator are queued while training continues. A write to the source ends the delays.
+
+    Attributes:
+        piece_bytes: queue at most this many bytes, and the next bytes when these are copied. None: queue all at once.
+        bytes_per_s: maximum rate, for pieces. None: the rate of the link.
+    """
+
+    piece_bytes: int | None = None
+    bytes_per_s: float | None = None
+
+
+UNPACED = Pace()
+
+
 class DeferredCopy:
     """The deferred part of a copy. Copies the content that the source has at the time of construction.
 
@@ -124,19 +143,28 @@ class DeferredCopy:
         split: the regions that are copied later.
         events: one event per device, recorded after the copies that are already queued.
         thorough: whether to detect writes by comparing every byte in host memory, not by version counters and samples.
+        pace: how to delay the copies from accelerators.
     """
 
     def __init__(
-        self, pending: PendingCopy, split: CopySplit, events: list[tuple[torch.device, torch.Event]], thorough: bool
+        self,
+        pending: PendingCopy,
+        split: CopySplit,
+        events: list[tuple[torch.device, torch.Event]],
+        thorough: bool,
+        pace: Pace = UNPACED,
     ) -> None:
+        self._remote = _remote(pending, split, pace)
+        self._unended = [*self._remote]  # the copies whose end is not queued yet
         pending.hold([*split.deferred, *split.deferred_remote, *split.immediate_remote])
         self._storages = dict(pending.storages)
-        self._remote = _sources(pending, split)
-        self._task = CopyTask(pending.address, [*_queues(self._remote, split, events), *split.pieces])
+        queues = [queue for each in self._remote for queue in each.queues()]
+        self._task = CopyTask(pending.address, [*queues, *split.pieces])
         self._base = pending.address
         self._split = split
         self._events = events
         self._lock = threading.Lock()
+        self._ending = threading.Lock()
         self._counted = [(i, pending.sources[i]) for i in (split.members_remote if thorough else split.members)]
         self._versions = [x._version for _, x in self._counted]
         self._samples = split.sampled()
@@ -158,22 +186,32 @@ class DeferredCopy:
         """
         try:
             self._finish()
-        finally:  # queued copies write to the memory, even if not all of them could be queued
-            for _, event in self._events:
-                event.synchronize()
-        written = self._members_of(region for sources in self._remote.values() for region in sources.written())
+        finally:
+            self.settle()
+        written = self._members_of(region for each in self._remote for region in each.sources.written())
         self.touched |= written
         return sorted({*self._find_written(), *written})
+
+    def settle(self) -> None:
+        """Block until no queued copy writes to the memory, even if not all copies could be queued."""
+        for _, event in self._events:
+            await_event(event)
 
     def finish_before_write(self) -> None:
         """Block until the source may be written. Any thread that is about to write calls this, any number of times.
 
         That thread runs no torch operation during the call, so the call is also a :meth:`fence`.
         """
+        for each in self._remote:
+            each.hurry()
         with contextlib.suppress(Exception):  # run() raises this error
             self._finish()
+        captures = is_capturing()
         for device, event in self._events:
-            torch.accelerator.current_stream(device).wait_event(event)
+            if captures:  # the graph must not depend on an event from before its capture
+                await_event(event)
+            else:
+                torch.accelerator.current_stream(device).wait_event(event)
         self._find_written()
         self.fence()
 
@@ -217,7 +255,12 @@ class DeferredCopy:
             self._task.cancel()
             with self._lock:
                 self._written = self._written or sorted(self._members_of(replaced))
-        self._task.finish()
+        try:
+            self._task.finish()
+        finally:
+            with self._ending:
+                while self._unended:  # digests of freed memory must not be computed
+                    self._unended.pop().end(not self._replaced(), self._events)
 
     def _find_written(self) -> list[int]:
         """Check for writes, once: after the last piece is copied and before the first permitted write."""
@@ -252,36 +295,77 @@ class DeferredCopy:
         return {i for region in regions for i in region.members}
 
 
-def _sources(pending: PendingCopy, split: CopySplit) -> dict[torch.device, DeviceSources]:
+class _RemoteCopy:
+    """The deferred copies from one accelerator, queued on ``stream``. Construct it on the caller's stream."""
+
+    def __init__(self, sources: DeviceSources, device: torch.device, stream: torch.Stream, pace: Pace) -> None:
+        self.sources, self._device, self._stream, self._pace = sources, device, stream, pace
+        self._hurried = threading.Event()
+        self._last: torch.Event | None = None  # the end of the last piece
+        self._next_at = 0.0  # the time from which on the next piece may be queued
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())
+
+    def queues(self) -> Iterator[Callable[[int], None]]:
+        """Yield functions for a :class:`CopyTask`: one for all steps, or with a pace, one for each piece."""
+        most, nbytes, piece = self._pace.piece_bytes or math.inf, 0, list[Step]()
+        for step in self.sources.steps:
+            if piece and nbytes + step.nbytes > most:
+                yield functools.partial(self._queue, piece, nbytes)
+                nbytes, piece = 0, []
+            nbytes += step.nbytes
+            piece.append(step)
+        if piece:
+            yield functools.partial(self._queue, piece, nbytes)
+
+    def hurry(self) -> None:
+        """End the delays."""
+        self._hurried.set()
+
+    def end(self, with_digests: bool, events: list[tuple[torch.device, torch.Event]]) -> None:
+        """Queue the digests, and append the event that ends all copies to ``events``."""
+        with self._current():
+            try:
+                if with_digests:
+                    self.sources.queue_digests()
+            finally:
+                events.append((self._device, self._stream.record_event()))
+
+    def _queue(self, steps: Sequence[Step], nbytes: int, _base: int) -> None:
+        self._await_turn()
+        with self._current():
+            for step in steps:
+                step.queue()
+            if self._pace.piece_bytes is not None:
+                self._last = self._stream.record_event()
+            if self._pace.bytes_per_s is not None:
+                self._next_at = time.monotonic() + nbytes / self._pace.bytes_per_s
+
+    def _await_turn(self) -> None:
+        with relaxed_capture():
+            while not self._hurried.is_set():
+                left_s = self._next_at - time.monotonic()
+                if left_s <= 0 and (self._last is None or self._last.query()):
+                    return
+                self._hurried.wait(max(left_s, _POLL_S))
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        # Set the device first. Otherwise, leaving the stream would initialize another device, which costs memory.
+        with torch.no_grad(), relaxed_capture(), torch.accelerator.device_index(self._device.index), self._stream:
+            yield
+
+
+def _remote(pending: PendingCopy, split: CopySplit, pace: Pace) -> list[_RemoteCopy]:
     by_device: dict[torch.device, list[Region]] = {}
     for region in split.deferred_remote:
         by_device.setdefault(pending.sources[region.source].device, []).append(region)
-    found: dict[torch.device, DeviceSources] = {}
+    found = []
     for device, regions in by_device.items():
-        with torch.accelerator.device_index(device.index):
-            found[device] = DeviceSources(pending, regions)
-    return found
-
-
-def _queues(
-    remote: dict[torch.device, DeviceSources], split: CopySplit, events: list[tuple[torch.device, torch.Event]]
-) -> list[Callable[[int], None]]:
-    """For each device, return a thread-safe function that queues its deferred copies and appends to ``events``."""
-
-    def queue(base: int, device: torch.device, stream: torch.Stream) -> None:
-        # Set the device first. Otherwise, leaving the stream would initialize another device, which costs memory.
-        with torch.no_grad(), torch.accelerator.device_index(device.index), stream:
-            try:
-                remote[device].queue()
-            finally:
-                events.append((device, stream.record_event()))
-
-    made: list[Callable[[int], None]] = []
-    for device in remote:
         stream = split.streams.get(device) or split.streams.setdefault(device, torch.Stream(device))
-        stream.wait_event(torch.accelerator.current_stream(device).record_event())  # the caller's current stream
-        made.append(functools.partial(queue, device=device, stream=stream))
-    return made
+        with torch.accelerator.device_index(device.index):
+            sources = DeviceSources(pending, regions, pace.piece_bytes)
+        found.append(_RemoteCopy(sources, device, stream, pace))
+    return found
 
 
 def _checksum(address: int, nbytes: int) -> int:

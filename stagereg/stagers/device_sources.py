@@ -3,8 +3,7 @@
 The host queues work long before the device runs it. A write that changes no version counter (``tensor.data``) can run
 while the copy engine still reads the tensor, and the host does not detect it. Two measures prevent or detect this:
 
-- Small tensors are gathered into one buffer on the device, on the caller's stream. Later writes do not reach the
-  buffer.
+- Small tensors are gathered into buffers on the device, on the caller's stream. Later writes do not reach the buffers.
 - For each larger region, a digest is computed on the caller's stream, and again after the copy. The digest is the sum
   of the bytes as 64-bit integers. It changes with every write, unless all changes of the write cancel out. Both digests
   read the memory at the speed of the device, which is about 80 times the speed of the link to the host.
@@ -17,10 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from stagereg.kernel.copier import PendingCopy
+from stagereg.kernel.device_copy import BUFFER_BYTES, DeviceCopy, Source, Step, fits, gathered, grouped
 from stagereg.kernel.layout import Region
-
-_SMALL_BYTES = 2**18  # bytes; smaller tensors are gathered
-_MOST_GATHERED_BYTES = 2**26  # bytes on each device
 
 
 class DeviceSources:
@@ -28,28 +25,47 @@ class DeviceSources:
 
     Args:
         pending: the whole copy.
-        regions: regions of its layout, all on the same accelerator.
+        regions: regions of its layout, all on the same accelerator. The caller's stream must be current.
+        piece_bytes: see :class:`.DeviceCopy`.
+
+    Attributes:
+        steps: the copies, for a stream that waits for the caller's stream.
     """
 
-    def __init__(self, pending: PendingCopy, regions: Sequence[Region]) -> None:
-        gathered = _gather(pending, regions)
-        self._large = [region for region in regions if id(region) not in gathered]
-        pairs = pending.pairs(self._large)
-        self._watched = [source for _, source in pairs]
-        self._pairs = [*pairs, *gathered.values()]
+    def __init__(self, pending: PendingCopy, regions: Sequence[Region], piece_bytes: int | None) -> None:
+        by_offset = {region.offset: region for region in regions}
+        sources: list[Source] = []
+        watched: list[Source] = []
+        room = BUFFER_BYTES
+        for group in grouped([pending.source_of(region) for region in regions]):
+            if (buffer := _gathered_in(group, room)) is not None:
+                room -= buffer.numel()
+                sources.append(Source(group[0].offset, buffer))
+            else:
+                sources += group
+                watched += group
+        self._watched = [source.data for source in watched]
+        self._regions = [by_offset[source.offset] for source in watched]
         self._before = digests(self._watched)
         self._differ = torch.empty(0, dtype=torch.bool, device="cpu")
+        self.steps: list[Step] = DeviceCopy(pending.view, sources, piece_bytes=piece_bytes).steps
 
-    def queue(self) -> None:
-        """Queue the copies and new digests on the current stream, which already waits for the caller's stream."""
-        for to, source in self._pairs:
-            to.copy_(source, non_blocking=True)
+    def queue_digests(self) -> None:
+        """Queue new digests on the current stream, after all steps."""
         self._differ = (self._before != digests(self._watched)).to("cpu", non_blocking=True)
 
     def written(self) -> list[Region]:
         """Return the regions that were written before their copy ended. Call this when the queued work is complete."""
         # ``_differ`` is empty if the copy failed before the digests were queued.
-        return [region for region, differs in zip(self._large, self._differ.tolist(), strict=False) if differs]
+        return [region for region, differs in zip(self._regions, self._differ.tolist(), strict=False) if differs]
+
+
+def _gathered_in(group: Sequence[Source], room: int) -> torch.Tensor | None:
+    """Return a copy of a small group on the device, or ``None`` if it is not small or exceeds ``room`` bytes."""
+    try:
+        return gathered(group) if fits(group, room) else None
+    except torch.OutOfMemoryError:  # use digests instead, which need almost no memory
+        return None
 
 
 def digests(sources: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -66,25 +82,3 @@ def digests(sources: Sequence[torch.Tensor]) -> torch.Tensor:
         found = source[:whole].view(torch.int64).sum()
         sums.append(found if whole == source.numel() else found + source[whole:].sum())
     return torch.stack(sums)
-
-
-def _gather(pending: PendingCopy, regions: Sequence[Region]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Copy small tensors into one device buffer. Return (destination, buffer slice), by ``id`` of the region."""
-    small: list[Region] = []
-    taken: list[torch.Tensor] = []
-    room = _MOST_GATHERED_BYTES
-    for region in regions:
-        source = pending.sources[region.source]
-        whole = source.nbytes == region.nbytes and source.is_contiguous()
-        if whole and region.nbytes < _SMALL_BYTES and region.nbytes <= room:
-            room -= region.nbytes
-            small.append(region)
-            taken.append(source.view(-1).view(torch.uint8))
-    if not small:
-        return {}
-    try:
-        buffer = torch.cat(taken)
-    except torch.OutOfMemoryError:  # use digests instead, which need almost no memory
-        return {}
-    parts = buffer.split([region.nbytes for region in small])
-    return {id(region): (pending.bytes_of(region), part) for region, part in zip(small, parts, strict=True)}

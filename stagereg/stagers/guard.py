@@ -1,10 +1,10 @@
 """Determines the memory that only an optimizer writes, and calls back before each write.
 
-A :class:`WriteGuard` calls back before any torch optimizer steps, before any module loads a state dict, and in
-:func:`announce_write`. It uses a global pre-hook of optimizer steps, which is called for all implementations (default,
-foreach, fused), for ``ZeroRedundancyOptimizer`` and for its inner optimizer. It tracks the optimizers that have stepped
-since its creation, or that were passed to it. Their parameters that require gradients, and their state, are the memory
-that no other code should write between two steps.
+A :class:`WriteGuard` calls back before any torch optimizer steps, before any module loads a state dict, before any CUDA
+graph is replayed (torch 2.14 and newer), and in :func:`announce_write`. It uses a global pre-hook of optimizer steps,
+which is called for all implementations (default, foreach, fused), for ``ZeroRedundancyOptimizer`` and for its inner
+optimizer. It tracks the optimizers that have stepped since its creation, or that were passed to it. Their parameters
+that require gradients, and their state, are the memory that no other code should write between two steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stagereg.base.hooks import BEFORE_STEPS, LOADS
+from stagereg.base.capture import is_capturing
+from stagereg.base.hooks import ANNOUNCES_REPLAYS, BEFORE_STEPS, LOADS, REPLAYS
 from stagereg.kernel.state_dict import flatten
 
 
@@ -34,14 +35,15 @@ class WriteGuard:
         self._addresses: list[int] = []  # addresses of the tensors in ``_owned``
         self._owned: dict[tuple[int, int], int] = {}
         self._before_write = weakref.WeakMethod(before_write)
-        self._removes = BEFORE_STEPS.add(self._before_step), LOADS.add(self._before_load)
+        self._removes = [BEFORE_STEPS.add(self._before_step), LOADS.add(self._before_load)]
+        self._removes.append(REPLAYS.add(self._before_load))
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._captured.add(optimizer)  # a capture writes nothing, but its replays write without a callback
+        if is_capturing():
+            self._captured.add(optimizer)  # a capture writes nothing, but its replays do
         else:
             self._optimizers.add(optimizer)
-            self._before_load(None)
+        self._before_load(None)
 
     def _before_load(self, _: object) -> None:
         if (before_write := self._before_write()) is not None:
@@ -58,17 +60,14 @@ class WriteGuard:
         Includes the optimizers that were passed to :meth:`watch`, and optimizers that have stepped and for which
         ``is_known`` returns True. Returns the same object while the addresses do not change.
 
-        Excludes optimizers that a CUDA graph has captured, or may have captured before this guard was created: they may
-        write without a callback.
+        Before torch 2.14, excludes optimizers that a CUDA graph has captured, or may have captured before this guard
+        was created: replays write without a callback.
         """
         announced = [
             optimizer
             for optimizer in list(self._optimizers)
-            if optimizer not in self._captured
-            and (
-                optimizer in self._watched
-                or (is_known(optimizer) and not any(group.get("capturable") for group in optimizer.param_groups))
-            )
+            if (optimizer in self._watched or is_known(optimizer))
+            and (ANNOUNCES_REPLAYS or not self._may_replay(optimizer))
         ]
         found = [x for optimizer in announced for x in written_by(optimizer)]
         addresses = [*map(torch.Tensor.data_ptr, found)]
@@ -76,6 +75,11 @@ class WriteGuard:
             places = zip(map(torch.Tensor.get_device, found), addresses, strict=True)
             self._addresses, self._owned = addresses, dict(zip(places, [x.nbytes for x in found], strict=True))
         return self._owned
+
+    def _may_replay(self, optimizer: Optimizer) -> bool:
+        """Return whether replays of a CUDA graph may write the optimizer's tensors."""
+        may_be_captured = any(group.get("capturable") for group in optimizer.param_groups)
+        return optimizer in self._captured or (may_be_captured and optimizer not in self._watched)
 
     def close(self) -> None:
         """Stop calling back. Idempotent."""

@@ -11,13 +11,15 @@ from torch.optim.optimizer import Optimizer
 
 from stagereg.base.forks import RenewedInChild
 from stagereg.base.hooks import FREES
+from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy
+from stagereg.kernel.device_copy import BUFFER_BYTES, await_event
 from stagereg.kernel.layout import Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.transfer import COPY_THREADS
 from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
-from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
+from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy, Pace
 from stagereg.stagers.guard import WriteGuard
 from stagereg.stagers.host import HostStager
 from stagereg.stagers.running_copies import CopyFuture, RunningCopies
@@ -56,6 +58,11 @@ class OverlappedStager(HostStager):
         threads: threads that copy before ``stage`` returns, including the caller's thread.
         verify: whether ``stage`` computes a checksum of every byte in host memory, which is compared with the checksum
             of the copy. This reads the whole state. Use it to find unexpected writes.
+        device_piece_mib: if given, copies from an accelerator are queued in pieces of about this size (32 to 64), each
+            when the previous one is complete. So they delay other copies on the same link less, but take longer.
+            ``None``: all at once. The effect on a GPU is not measured.
+        device_rate: if given, maximum rate of these copies in GB/s (10^9 bytes). Implies pieces of 64 MiB. An optimizer
+            step ends the limit, because it waits for the copies.
     """
 
     # Bytes. Smaller host regions are copied in ``stage``, because deferring them would cost more.
@@ -68,9 +75,12 @@ class OverlappedStager(HostStager):
         threads: int = 2,
         pin: bool | None = None,
         verify: bool = False,
+        device_piece_mib: int | None = None,
+        device_rate: float | None = None,
     ) -> None:
         super().__init__(HostCopier(Pool(max_in_flight, wait_s, pin=pin, threads=threads), threads))
         self._verify = verify
+        self._pace = _pace(device_piece_mib, device_rate)
         self._copies = RunningCopies()
         self._guard = WriteGuard(self._copies.finish_before_write)
         self._stop_watching_storages = FREES.add(self._copies.finish_before_free)
@@ -127,6 +137,7 @@ class OverlappedStager(HostStager):
             self._thread.submit(self._copies.run, copy, pending, state_dict)
         except BaseException:  # such as Ctrl-C
             self._copies.drop(copy)
+            copy.settle()
             raise
         return future
 
@@ -157,11 +168,19 @@ class OverlappedStager(HostStager):
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
         """Copy the tensors that must not be deferred, and return a deferred copy of the other tensors."""
         split, engine = self._split_for(pending), self._copier.engine
-        events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
-        for device, event in events:  # so that later writes to these sources wait for the copies
-            torch.accelerator.current_stream(device).wait_event(event)
-        engine.run(pending.address, split.immediate.pieces(engine.threads), pending).finish()
-        return DeferredCopy(pending, split, events, self._verify)
+        events: list[tuple[torch.device, torch.Event]] = []
+        try:
+            copies = pending.device_copies(split.immediate_remote)
+            engine.fetch(copies, events)
+            for device, event in events:  # so that later writes to these sources wait for the copies
+                torch.accelerator.current_stream(device).wait_event(event)
+            pending.copy_packed()
+            engine.run(pending.address, split.immediate.pieces(engine.threads), pending).finish()
+            return DeferredCopy(pending, split, events, self._verify, self._pace)
+        except BaseException:  # queued copies still write to the memory, which is leased again
+            for _, event in events:
+                await_event(event)
+            raise
 
     def _learn(self) -> None:
         """Record tensors that were written during their copy, so that later calls copy them in ``stage``."""
@@ -192,6 +211,15 @@ class OverlappedStager(HostStager):
 
 
 _stagers = RenewedInChild(OverlappedStager._renew)
+
+
+def _pace(piece_mib: int | None, gb_per_s: float | None) -> Pace:
+    for name, value in (("device_piece_mib", piece_mib), ("device_rate", gb_per_s)):
+        if value is not None and not value > 0:
+            raise StagingError([], f"stager.{name} must be greater than 0, got {value}")
+    if gb_per_s is not None and piece_mib is None:
+        piece_mib = BUFFER_BYTES // 2**20
+    return Pace(None if piece_mib is None else piece_mib * 2**20, None if gb_per_s is None else gb_per_s * 1e9)
 
 
 class _Places:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy as copies
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,3 +213,101 @@ def test_a_write_that_moves_no_counter_tears_no_copy(overlapped: OverlappedStage
             overlapped._observer.expect([])
             overlapped._copies.take_touched()
     assert outcomes == ({type(None)} if nbytes < 2**18 else {WrittenWhileStagedError})
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("options", [{"device_piece_mib": 1}, {"device_rate": 0.5}], ids=str)
+def test_a_paced_copy_has_the_state_of_the_call(options: dict[str, Any]) -> None:
+    stager = OverlappedStager(**options)
+    run = Run(fused=True)
+    stager.watch(run.optimizer)
+    for steps in (0, 3, 0):
+        expected = run.picture()
+        future = stager.stage(run.state())
+        for _ in range(steps):
+            run.train()
+        assert_same(future.result(60), expected)
+        del future
+    stager.close()
+
+
+@CUDA
+def test_no_capture_fails_beside_a_copy(overlapped: OverlappedStager) -> None:
+    run, x = Run(), torch.randn(1024, 1024, device=device())
+    run.train()
+    y = x @ x
+    for _ in range(5):  # the first ones page-lock memory
+        expected = run.picture()
+        future = overlapped.stage(run.state())
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin()  # in the mode "global", torch's default
+            z = x @ x
+            time.sleep(0.05)
+            graph.capture_end()
+        graph.replay()
+        assert_same(future.result(60), expected)
+        assert torch.equal(z, y)
+        del future
+        run.train()
+
+
+@CUDA
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_replays_write_after_the_call_is_not_in_the_copy(overlapped: OverlappedStager, watched: bool) -> None:
+    run = Run(capturable=True, foreach=True)
+    if watched:
+        overlapped.watch(run.optimizer)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run.optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        run.optimizer.step()
+    for _ in range(2):
+        expected = run.picture()
+        keep_busy()
+        future = overlapped.stage(run.state())
+        graph.replay()
+        graph.replay()
+        assert_same(future.result(60), expected)
+        del future
+
+
+def test_thousands_of_small_tensors_are_copied_right(stager: AsyncStager) -> None:
+    state = {str(i): torch.full((1 + i % 700,), float(i), device=device()) for i in range(20_000)}
+    copy = stager.stage(state)
+    assert all(bool(copy[str(i)].eq(float(i)).all()) for i in range(20_000))
+
+
+@CUDA
+def test_packed_views_leave_no_memory_to_the_side_stream() -> None:
+    stager = stagereg.build("stager", "pinned_cached")
+    big = torch.randn(8192, 4096, device=device())
+    state = {str(i): big[:, i * 64 : (i + 1) * 64] for i in range(0, 64, 2)}
+    before = torch.cuda.memory_reserved()
+    copy = stager.stage(state)
+    assert torch.cuda.memory_reserved() - before <= 2**25, "one view has 2 MiB"
+    assert all(torch.equal(copy[name], x.cpu()) for name, x in state.items())
+    torch.empty(2**21, dtype=torch.uint8, device=device())
+    assert torch.cuda.memory_reserved() - before <= 2**25, "the caller's stream uses the memory again"
+    stager.close()
+
+
+def test_a_thread_that_waits_for_a_large_copy_sleeps() -> None:
+    stager, state = (
+        stagereg.build("stager", "pinned_cached", max_in_flight=1),
+        {"w": torch.ones(2**29, device=device())},
+    )
+    stager.stage(state).clear()
+    torch.accelerator.synchronize()
+    began, used = time.perf_counter(), time.thread_time()
+    copy = stager.stage(state)
+    assert time.thread_time() - used <= 0.5 * (time.perf_counter() - began)
+    assert copy["w"].eq(1).all()
+    stager.close()

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +29,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import stagereg
 from stagereg.base.hooks import AFTER_STEPS, BEFORE_STEPS
 from stagereg.errors import StagerClosedError, StagingError, WrittenWhileStagedError
-from stagereg.kernel.layout import plan_layout
-from stagereg.kernel.transfer import Batch
+from stagereg.kernel.device_copy import DeviceCopy, Source
 from stagereg.stagers.deferred_copy import DeferredCopy
-from stagereg.stagers.device_sources import DeviceSources
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
 
+from ..support.fake_device import FakeDevice
 from ..support.states import assert_same
 from .conftest import WAIT_S, held_back
 
@@ -397,78 +394,34 @@ def test_the_source_may_be_freed_while_it_is_copied(gate, stager) -> None:
     assert len(noise) == 100
 
 
-class FakeStream:
-    """A stream of an accelerator whose memory is the host's: what is copied on it is copied at once.
-
-    Streams and their events are written down in one list, in the order in which things happen.
-    """
-
-    log: ClassVar[list[tuple[object, ...]]] = []
-    here: ClassVar[list[FakeStream]] = []  # the current ones, the innermost last
-
-    def __init__(self, device: object = None, name: str = "side") -> None:
-        self.name = name
-
-    def record_event(self) -> Any:
-        event = SimpleNamespace(of=self.name, number=len(self.log), synchronize=lambda: None)
-        self.log.append((self.name, "records", event.number))
-        return event
-
-    def wait_event(self, event: Any) -> None:
-        self.log.append((self.name, "waits for", event.of, event.number))
-
-    def __enter__(self) -> None:
-        self.log.append((self.name, "is entered by", threading.current_thread().name.split("_")[0]))
-
-    def __exit__(self, *raised: object) -> None:
-        return
-
-
-@pytest.fixture
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Has the stager take host memory for an accelerator's; returns what happens on its streams."""
-
-    def plan_remote(*args: Any) -> Any:
-        layout = plan_layout(*args)
-        return dataclasses.replace(layout, regions=[], batch=Batch([]), remote=layout.regions)
-
-    main = FakeStream(name="main")
-    monkeypatch.setattr(FakeStream, "log", [])
-    monkeypatch.setattr("stagereg.kernel.copier.plan_layout", plan_remote)
-    monkeypatch.setattr("torch.Stream", FakeStream)
-    monkeypatch.setattr("torch.accelerator.current_stream", lambda device: main)
-    monkeypatch.setattr("torch.accelerator.device_index", lambda index: contextlib.nullcontext())
-    return FakeStream.log
-
-
 def test_copies_from_a_device_are_queued_by_whoever_comes_first(
-    fake_device: list[tuple[object, ...]], late: tuple[OverlappedStager, threading.Event]
+    fake_device: FakeDevice, late: tuple[OverlappedStager, threading.Event]
 ) -> None:
     stager, gate = late
     one = OneWeight(stager, 1.0)
     for writes in (True, False):
-        fake_device.clear()
+        fake_device.log.clear()
         gate.clear()
         before = one.weight.detach().clone()
         promise = stager.stage(one.state)
         in_call = [("main", "records", 0), ("side", "waits for", "main", 0)]
-        assert fake_device == in_call, "behind what was queued before the call, and no copy is queued in it"
+        assert fake_device.log == in_call, "behind what was queued before the call, and no copy is queued in it"
         if writes:
             one.weight.grad = torch.ones_like(one.weight)
             one.optimizer.step()
-            queued = [("side", "is entered by", "MainThread"), ("side", "records", 3)]
-            assert fake_device == [*in_call, *queued, ("main", "waits for", "side", 3)]
+            queued = [("side", "is entered by", "MainThread")] * 2 + [("side", "records", 4)]
+            assert fake_device.log == [*in_call, *queued, ("main", "waits for", "side", 4)]
             assert not torch.equal(one.weight, before)
         gate.set()
         assert torch.equal(promise.result(WAIT_S)["w"], before)
         if not writes:
-            queued = [("side", "is entered by", "stagereg-copy-deferred"), ("side", "records", 3)]
-            assert fake_device == [*in_call, *queued]
+            queued = [("side", "is entered by", "stagereg-copy-deferred")] * 2 + [("side", "records", 4)]
+            assert fake_device.log == [*in_call, *queued]
 
 
 @pytest.mark.parametrize("elements", [100, 2**17])
 def test_of_a_device_no_write_that_moves_no_counter_is_in_a_copy(
-    fake_device: list[tuple[object, ...]], late: tuple[OverlappedStager, threading.Event], elements: int
+    fake_device: FakeDevice, late: tuple[OverlappedStager, threading.Event], elements: int
 ) -> None:
     stager, gate = late
     weight = torch.nn.Parameter(torch.ones(elements))
@@ -486,70 +439,32 @@ def test_of_a_device_no_write_that_moves_no_counter_is_in_a_copy(
 
 
 def test_a_copy_that_cannot_be_queued_fails_its_future_alone(
-    fake_device: list[tuple[object, ...]],
+    fake_device: FakeDevice,
     late: tuple[OverlappedStager, threading.Event],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stager, gate = late
     one = OneWeight(stager, 1.0)
-    future = stager.stage(one.state)
-    queued, queue, waited = len(fake_device), DeviceSources.queue, threading.Event()
+    copied = DeviceCopy._copy
 
-    def queue_some(sources: DeviceSources) -> None:
-        queue(sources)
+    def copy_some(copy: DeviceCopy, source: Source) -> None:
+        copied(copy, source)
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(DeviceSources, "queue", queue_some)
+    monkeypatch.setattr(DeviceCopy, "_copy", copy_some)
+    future = stager.stage(one.state)
+    fake_device.done.clear()
     one.weight.grad = torch.ones_like(one.weight)
     one.optimizer.step()
-    assert fake_device[queued + 1 :] == [("side", "records", queued + 1), ("main", "waits for", "side", queued + 1)]
-    (running,) = stager._copies._running
-    ((_, event),) = running._events
-    event.synchronize = waited.set
+    assert fake_device.log[-2][:2] == ("side", "records")
+    assert fake_device.log[-1] == ("main", "waits for", "side", len(fake_device.log) - 2)
     gate.set()
+    assert fake_device.queried.wait(WAIT_S)
+    assert not future.done(), "the memory is used again when nothing writes to it any more"
+    assert stager._copier.pool.in_flight == 1
+    fake_device.done.set()
     with pytest.raises(RuntimeError, match="no memory left"):
         stager.close()
     assert future.done()
-    assert waited.is_set(), "the memory is used again when nothing writes to it any more"
     with pytest.raises(StagerClosedError):
         stager.stage({})
-
-
-def test_what_a_cuda_graph_writes_is_copied_at_once(
-    late: tuple[OverlappedStager, threading.Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stager, gate = late
-    one = OneWeight(stager)
-    one.weight.grad = torch.ones_like(one.weight)
-    for is_captured in (False, True, False):
-        monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda now=is_captured: now)
-        one.optimizer.step()
-    before = one.weight.detach().clone()
-    promise = stager.stage(one.state)
-    one.weight.data.add_(1)  # as a replay does: nothing is called before, and no version counter moves
-    gate.set()
-    assert torch.equal(promise.result(WAIT_S)["w"], before)
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_what_a_graph_captured_earlier_may_write_is_copied_at_once_unless_watched(
-    late: tuple[OverlappedStager, threading.Event], watched: bool
-) -> None:
-    stager, gate = late
-    weight = torch.nn.Parameter(torch.ones(100_000))
-    weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.Adam([weight])
-    optimizer.step()
-    optimizer.param_groups[0]["capturable"] = True  # torch takes no step with it on a processor
-    if watched:
-        stager.watch(optimizer)
-    before = weight.detach().clone()
-    promise = stager.stage({"w": weight.detach()})
-    weight.data.add_(1)  # as a replay does
-    gate.set()
-    if watched:
-        with pytest.raises(StagingError, match="written, freed or resized while"):
-            promise.result(WAIT_S)
-    else:
-        assert torch.equal(promise.result(WAIT_S)["w"], before)
