@@ -164,7 +164,8 @@ def _pieces(source: Source, most: int | None) -> Iterator[Source]:
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):  # threads outside the caller's inference mode write into the result
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _end(group: Sequence[Source]) -> int:

@@ -120,10 +120,6 @@ def test_a_copy_equals_the_state_on_the_device(
     fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     if not room:
-
-        def refuse(nbytes: int, device: torch.device) -> torch.Tensor:
-            raise torch.OutOfMemoryError
-
         monkeypatch.setattr(device_copy, "_allocate", lambda *sizes: None)
     state, copier = mixed_state(), HostCopier(Pool())
     for _ in range(2):

@@ -438,6 +438,21 @@ def test_of_a_device_no_write_that_moves_no_counter_is_in_a_copy(
         assert promise.seen
 
 
+def test_a_state_with_small_tensors_is_copied_from_inference_mode_too(
+    fake_device: FakeDevice, late: tuple[OverlappedStager, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager, gate = late
+    gate.set()
+    monkeypatch.setattr("stagereg.stagers.device_sources.BUFFER_BYTES", 0)  # so that the thread gathers them
+    weights = [torch.nn.Parameter(torch.full((5,), float(i))) for i in range(9)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    stager.watch(optimizer)
+    with torch.inference_mode():
+        future = stager.stage({"w": [w.detach() for w in weights]})
+        copy = future.result(WAIT_S)["w"]
+    assert [each.tolist() for each in copy] == [[float(i)] * 5 for i in range(9)]
+
+
 def test_a_copy_that_cannot_be_queued_fails_its_future_alone(
     fake_device: FakeDevice,
     late: tuple[OverlappedStager, threading.Event],
