@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from stagereg.base.capture import is_capturing
+from stagereg.base.device_copy import DeviceCopy, Packed, Source, await_event
 from stagereg.errors import StagingError
-from stagereg.kernel.device_copy import DeviceCopy, Packed, Source, await_event
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature, tensors_over
 from stagereg.kernel.memory import Lease, Pool
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten, path_to

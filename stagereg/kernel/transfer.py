@@ -21,9 +21,9 @@ import torch
 
 import stagereg.kernel.compiled as compiled
 from stagereg.base.capture import relaxed_capture
+from stagereg.base.device_copy import DeviceCopy
 from stagereg.base.forks import RenewedInChild
 from stagereg.errors import StagingError
-from stagereg.kernel.device_copy import DeviceCopy
 
 COPY_THREADS = "stagereg-copy"  # prefix of the names of threads that copy
 

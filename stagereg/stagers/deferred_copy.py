@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 
 from stagereg.base.capture import is_capturing, relaxed_capture
+from stagereg.base.device_copy import Step, await_event
 from stagereg.kernel.copier import PendingCopy
-from stagereg.kernel.device_copy import Step, await_event
 from stagereg.kernel.layout import Layout, Region, is_in
 from stagereg.kernel.transfer import Batch, CopyTask, piece
 from stagereg.stagers.device_sources import DeviceSources

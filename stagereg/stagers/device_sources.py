@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from stagereg.base.device_copy import BUFFER_BYTES, DeviceCopy, Source, Step, fits, gathered, grouped
 from stagereg.kernel.copier import PendingCopy
-from stagereg.kernel.device_copy import BUFFER_BYTES, DeviceCopy, Source, Step, fits, gathered, grouped
 from stagereg.kernel.layout import Region
 
 

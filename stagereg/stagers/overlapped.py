@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stagereg.base.device_copy import BUFFER_BYTES, await_event
 from stagereg.base.forks import RenewedInChild
 from stagereg.base.hooks import FREES
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy
-from stagereg.kernel.device_copy import BUFFER_BYTES, await_event
 from stagereg.kernel.layout import Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.transfer import COPY_THREADS

@@ -27,9 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
+from stagereg.base.device_copy import DeviceCopy, Source
 from stagereg.base.hooks import AFTER_STEPS, BEFORE_STEPS
 from stagereg.errors import StagerClosedError, StagingError, WrittenWhileStagedError
-from stagereg.kernel.device_copy import DeviceCopy, Source
 from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from stagereg.base.device_copy import DeviceCopy
 from stagereg.errors import StagingError
-from stagereg.kernel.device_copy import DeviceCopy
 from stagereg.stagers.overlapped import OverlappedStager
 
 from ..support.fake_device import FakeDevice

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.kernel.device_copy as device_copy
+import stagereg.base.device_copy as device_copy
 from stagereg.kernel.layout import plan_layout
 from stagereg.kernel.transfer import Batch
 

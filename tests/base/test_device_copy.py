@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import stagereg.kernel.device_copy as device_copy
+import stagereg.base.device_copy as device_copy
 from stagereg.base.capture import relaxed_capture
+from stagereg.base.device_copy import DeviceCopy, Packed, Source, await_event, gathered
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.device_copy import DeviceCopy, Packed, Source, await_event, gathered
 from stagereg.kernel.memory import Pool
 
 from ..support.fake_device import FakeDevice, FakeEvent
