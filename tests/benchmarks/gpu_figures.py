@@ -33,8 +33,8 @@ LARGE_BYTES, BESIDE_BYTES, RESTORE_BYTES = 10 * 10**9, 16 * 10**8, 12 * 10**8
 STEP_S = 0.25  # maximum seconds of a step without a save in ``beside``
 STEPS = 3  # steps of one sample of ``beside``, with a save in each
 NO_SAVE, AGAIN = "no save", "no save (A/A)"
-PACED = [{"device_piece_mib": 64}, {"device_piece_mib": 32}, {"device_piece_mib": 0}, {"device_rate": 10 * 10**9}]
-"""Options that pace the copies of a stager. A stager without such an option has no row for it."""
+PACED = [{"device_piece_mib": 64}, {"device_piece_mib": 32}, {"device_rate": 10.0}]
+"""Options of ``overlapped`` that pace its copies, in MiB and GB/s. If an option does not exist, its row is left out."""
 
 
 def machine(asked: argparse.Namespace) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class Saving:
 
 
 def saving_rows(paced: Sequence[dict[str, Any]] = PACED) -> list[Saving]:
-    """Return the rows: no save twice, each stager that copies on a side stream, and the stager with paced copies."""
+    """Return the rows: stagers that copy on a side stream, ``overlapped`` with each way to pace, and no save twice."""
     import stagereg
 
     rows = [Saving(NO_SAVE)]
