@@ -40,6 +40,7 @@ FIRST = (
     "stagers/test_accelerator.py",
     "stagers",
     "kernel",
+    "base",
     "extensions/recovery/test_step_snapshot.py",
     "extensions/recovery/test_emergency*.py",
     "join",
