@@ -174,7 +174,7 @@ class Pool:
             pass
         except Exception as error:
             text = (
-                "stagereg: cannot allocate memory for the next copy in the background (%s). The next save tries again."
+                "stagereg: cannot allocate memory for another copy in the background (%s). The next save tries again."
             )
             log.warning(text, error)
         if self._closed:

@@ -10,17 +10,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
 import torch
 
+import stagereg
 import stagereg.base.pages as pages
 import stagereg.kernel.memory as memory
 from stagereg.base.pages import LOCKED_BYTES, Block
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.memory import Lease, Pool
+from stagereg.stagers.async_stager import ExpectsStage
 
 
 @pytest.fixture(autouse=True)
@@ -356,6 +359,28 @@ class TestTheBlockMadeInTheBackground:
         assert second.address != first.address
         assert all(second.address + at in cuda.locked for at in range(0, NBYTES, 2**20))
 
+    @pytest.mark.parametrize("kind", ["pinned_cached", "overlapped"])
+    def test_a_stager_that_is_told_of_the_next_copy_locks_memory_in_the_first_call_only(
+        self, kind: str, cuda: FakeCuda
+    ) -> None:
+        stager, held, threads = stagereg.build("stager", kind), [], list[set[str]]()
+        assert isinstance(stager, ExpectsStage)
+        for number in range(3):
+            cuda.calls.clear()
+            del held[:-1]
+            copy = stager.stage({"w": torch.full((2**19,), float(number))})
+            held.append(copy.result(20) if isinstance(copy, Future) else copy)
+            del copy
+            stager.expect_stage()
+            until(lambda: len(cuda.locked) == 4)  # two blocks of 2 MiB
+            threads.append({thread for _, thread, _ in cuda.calls})
+        assert threads == [{threading.current_thread().name, "stagereg-memory"}, set(), set()]
+        assert [float(each["w"][-1]) for each in held] == [1, 2]
+        held.clear()
+        stager.close()
+        gc.collect()
+        assert cuda.locked == {}
+
     def test_preparing_waits_for_nothing(self, pool: Pool, cuda: FakeCuda) -> None:
         held = borrow(pool, NBYTES)
         cuda.gate.clear()
@@ -371,6 +396,7 @@ class TestTheBlockMadeInTheBackground:
         for most, in_use in ((1, True), (2, False)):
             pool = Pool(max_in_flight=most)
             pool.prepare()
+            assert pool._spare is None, "the size is not known before the first copy"
             held = [borrow(pool, NBYTES)]
             if not in_use:
                 held.clear()
@@ -392,6 +418,10 @@ class TestTheBlockMadeInTheBackground:
         held.append(borrow(pool, NBYTES))
         pool.prepare()
         assert pool._spare is None
+        held.clear()
+        held.append(borrow(pool, NBYTES))
+        pool.prepare()
+        assert pool._spare is None, "a block is free"
         assert len(cuda.locked) == 6
 
     @pytest.mark.parametrize("finished", [True, False])
@@ -446,8 +476,12 @@ class TestTheBlockMadeInTheBackground:
         held = borrow(pool, NBYTES)
         cuda.gate.clear()
         pool.prepare()
+        thread = pool._spare
         pool.renew()
         assert (pool._spare, pool._free, pool.in_flight) == (None, [], 0)
+        cuda.gate.set()
+        assert thread is not None
+        thread.join()
         del held
 
     def test_it_is_logged_once(
