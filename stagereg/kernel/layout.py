@@ -10,6 +10,7 @@ Planning reads addresses and shapes, and copies nothing. :func:`tensors_over` cr
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.state_dict import span_of, why_without_data
+from stagereg.kernel.many_tensors import Description, span_of
+from stagereg.kernel.state_dict import why_without_data
 from stagereg.kernel.transfer import Batch
 
 _ALIGNMENT = 64  # alignment of regions in bytes: a cache line, which is a multiple of the size of every dtype
@@ -66,8 +68,9 @@ class Layout:
     packed: list[int]  # tensors in host memory that are copied element by element
     remote_packed: list[int]  # tensors on an accelerator that are copied element by element
     nbytes: int  # required host memory
-    alone: list[tuple[torch.dtype, int, int] | None]  # (dtype, elements, offset); None if memory is shared
-    unfinished: list[int]  # tensors whose shape or storage must still be set
+    description: Description
+    offsets: array[int]  # offset of each tensor's copy that has its own storage; otherwise -1
+    others: list[int]  # tensors whose copies share memory, are packed or empty
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
@@ -106,13 +109,13 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature) -> Layout:
 
     regions = _merge(runs, rows)
     packed = _adopt(holed, regions, rows)
-    nbytes, alone = _assign(regions, packed, tensors, rows, pieces)
+    nbytes, offsets = _assign(regions, packed, tensors, rows, pieces)
     local = [r for r in regions if tensors[r.source].is_cpu]
     remote = [r for r in regions if not tensors[r.source].is_cpu]
     packs = [i for i in packed if tensors[i].is_cpu], [i for i in packed if not tensors[i].is_cpu]
     batch = Batch([(r.offset, r.address, r.nbytes) for r in local])
-    unfinished = [i for i, piece in enumerate(pieces) if alone[i] is None or piece.stride != (1,)]
-    return Layout(rows, pieces, local, batch, remote, *packs, nbytes, alone, unfinished)
+    others = [i for i, offset in enumerate(offsets) if offset < 0]
+    return Layout(rows, pieces, local, batch, remote, *packs, nbytes, Description([*tensors]), offsets, others)
 
 
 def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
@@ -145,8 +148,8 @@ def _adopt(holed: list[_Run], regions: list[Region], rows: Signature) -> list[in
 
 def _assign(
     regions: list[Region], packed: list[int], tensors: Sequence[torch.Tensor], rows: Signature, pieces: list[Piece]
-) -> tuple[int, list[tuple[torch.dtype, int, int] | None]]:
-    alone: list[tuple[torch.dtype, int, int] | None] = [None] * len(pieces)
+) -> tuple[int, array[int]]:
+    offsets = array("q", [-1]) * len(pieces)
     cursor = 0
     for region in regions:
         region.offset = cursor
@@ -157,7 +160,7 @@ def _assign(
             piece.start, piece.offset, piece.nbytes = start, region.offset, region.nbytes
             if len(region.members) == 1:  # its storage begins at its first byte, not at an aligned address
                 piece.start, piece.offset, piece.nbytes = 0, region.offset + start * size, piece.span * size
-                alone[i] = (tensors[i].dtype, piece.span, piece.offset)
+                offsets[i] = piece.offset
     first: dict[tuple[object, ...], int] = {}  # offset of the first of several equal views
     for i in packed:
         x, piece = tensors[i], pieces[i]
@@ -165,7 +168,7 @@ def _assign(
         piece.offset = first.setdefault((x.device, *rows[i][:4]), cursor)
         if piece.offset == cursor:
             cursor += _aligned(piece.nbytes)
-    return cursor, alone
+    return cursor, offsets
 
 
 def _aligned(nbytes: int) -> int:
@@ -177,21 +180,18 @@ def tensors_over(view: memoryview, layout: Layout) -> list[torch.Tensor]:
 
     Tensors in one region share one storage, whose size is the size of the region.
     """
-    frombuffer = torch.frombuffer
-    made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
+    made: list[Any] = layout.description.create(view, layout.offsets)
     storages: dict[int, torch.UntypedStorage] = {}
-    for i in layout.unfinished:
+    for i in layout.others:
         piece, dtype = layout.pieces[i], layout.signature[i][1]
-        if made[i] is not None:
-            made[i].as_strided_(piece.shape, piece.stride)
-        elif piece.span == 0:
+        if piece.span == 0:
             made[i] = torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
-        else:
-            if piece.offset not in storages:
-                whole = frombuffer(view, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
-                storages[piece.offset] = whole.untyped_storage()
-            empty = torch.empty(0, dtype=dtype, device="cpu")
-            made[i] = empty.set_(storages[piece.offset], piece.start, piece.shape, piece.stride)
+            continue
+        if piece.offset not in storages:
+            whole = torch.frombuffer(view, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+            storages[piece.offset] = whole.untyped_storage()
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        made[i] = empty.set_(storages[piece.offset], piece.start, piece.shape, piece.stride)
     return made
 
 

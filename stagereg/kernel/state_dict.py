@@ -10,7 +10,7 @@ cannot be staged raises an error that contains its path in the dict. Lazy conjug
 they are lost when a tensor is transferred to another process.
 
 Most calls stage a state dict with the structure and memory of the previous call. :class:`Recognizer` recognizes such a
-state dict at a third of the cost of :func:`flatten` and a layout.
+state dict at a fraction of the cost of :func:`flatten` and a layout.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import pickle
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -35,6 +34,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError, UnstageableTypeError
+from stagereg.kernel.many_tensors import Description, span_of
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -324,11 +324,6 @@ def has_storage(x: torch.Tensor) -> bool:
     return True
 
 
-def span_of(x: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last element of ``x`` in memory; 0 for an empty tensor."""
-    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-
-
 def _flipped(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((span_of(x),), (1,)).clone().as_strided(x.shape, x.stride(), 0)
 
@@ -346,17 +341,16 @@ class Recognizer:
     """Recognizes a state dict that has the structure and memory of an earlier state dict.
 
     Supports only common plain state dicts: dicts, lists and ``OrderedDict`` of bare tensors, each used once, and
-    immutable values. Tensors are compared by address and by torch's C++ guards (``TensorGuards`` of ``torch.compile``:
-    type, dispatch keys, dtype, device, ``requires_grad``, sizes, strides). All other state dicts go through
-    :func:`flatten`, which is slower and always correct.
+    immutable values. Tensors are compared by address, shape and strides (:class:`.Description`), and by torch's C++
+    guards (``TensorGuards`` of ``torch.compile``: type, dispatch keys, dtype, device, ``requires_grad``). All other
+    state dicts go through :func:`flatten`, which is slower and always correct.
     """
 
     def __init__(self, spec: _PlainSpec) -> None:
         self._structure = spec.structure
         chunks = _chunks(spec.tensors)
-        self._guards = [TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in chunks]
-        self._addresses = [[x.data_ptr() for x in chunk] for chunk in chunks]
-        self._distinct = len(set(chain.from_iterable(self._addresses))) == len(spec.tensors)
+        self._known = [*zip(map(Description, chunks), _guards(chunks), strict=True)]
+        self._distinct = len(set(map(torch.Tensor.data_ptr, spec.tensors))) == len(spec.tensors)
 
     @classmethod
     def of(cls, state: Any, tensors: Sequence[torch.Tensor]) -> Recognizer | None:
@@ -372,14 +366,24 @@ class Recognizer:
     def match(self, state: Any) -> TreeSpec | None:
         """Return the same result as :func:`flatten` for ``state``, or ``None`` if the state dict differs."""
         spec = _PlainSpec(state)
-        if not spec.is_plain or spec.structure != self._structure or any(map(_attributes, spec.tensors)):
+        if not spec.is_plain or spec.structure != self._structure:
             return None
-        address = torch.Tensor.data_ptr
-        for guards, addresses, chunk in zip(self._guards, self._addresses, _chunks(spec.tensors), strict=True):
-            if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
+        for (known, guards), chunk in zip(self._known, _chunks(spec.tensors), strict=True):
+            if not known.matches(chunk) or not guards.check(*chunk) or any(map(_attributes, chunk)):
                 return None
         # If all addresses are distinct, each tensor occurs once.
         return spec if self._distinct or len(set(map(id, spec.tensors))) == len(spec.tensors) else None
+
+
+def _guards(chunks: list[list[torch.Tensor]]) -> Iterator[TensorGuards]:
+    """Yield the guards of each chunk, without sizes and strides, so that most chunks share them in the CPU cache."""
+    made: dict[tuple[Any, ...], TensorGuards] = {}
+    for chunk in chunks:
+        kinds = tuple((x.dtype, x.device, x.ndim) for x in chunk)
+        if kinds not in made or not made[kinds].check(*chunk):
+            free: Any = [[None] * x.ndim for x in chunk]
+            made[kinds] = TensorGuards(*chunk, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+        yield made[kinds]
 
 
 class _PlainSpec(TreeSpec):
@@ -440,5 +444,5 @@ class _PlainSpec(TreeSpec):
         self._runs.append((new, run))
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [tensors[at : at + _CHUNK] for at in range(0, len(tensors), _CHUNK)]

@@ -18,7 +18,7 @@ from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves
 from stagereg.checkpoint.format.wrappers import same_bits, wraps
 from stagereg.errors import CheckpointError
-from stagereg.kernel.state_dict import span_of
+from stagereg.kernel.many_tensors import span_of
 
 
 class _View(NamedTuple):
