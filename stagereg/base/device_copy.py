@@ -156,7 +156,7 @@ def _allocate(groups: Sequence[Sequence[Source]], packed: Sequence[Packed]) -> t
 def _pieces(source: Source, most: int | None) -> Iterator[Source]:
     """Cut a source at the multiples of ``most`` bytes in the block."""
     offset, data = source
-    while most is not None and offset // most != (offset + data.numel() - 1) // most:
+    while most is not None and data.numel() > most - offset % most:
         room = most - offset % most
         yield Source(offset, data[:room])
         offset, data = offset + room, data[room:]
