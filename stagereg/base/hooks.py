@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._compile import _disable_dynamo  # used by torch's optimizers too: imports the compiler only when called
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -87,12 +88,13 @@ class _MethodHooks(Hooks):
         self._replaced.clear()
 
     def _hooked(self, torchs: Any) -> Any:
-        @functools.wraps(torchs)
         def method(x: Any, *args: Any, **kwargs: Any) -> Any:
             self.call(x)
             return torchs(x, *args, **kwargs)
 
-        return method
+        # The name prevents infinite recursion: it shows pybind11 that this function calls the method that it overrides.
+        method.__code__ = method.__code__.replace(co_name=torchs.__name__)
+        return functools.wraps(torchs)(method)
 
 
 ANNOUNCES_REPLAYS = hasattr(torch.cuda.graphs, "register_graph_replay_start_hook")
@@ -113,3 +115,8 @@ FREES = _MethodHooks(
     (torch.Tensor, "resize_as_"),
 )
 """Before a storage, such as a tensor's, is freed, resized or moved to shared memory in place."""
+
+ABORTS = _MethodHooks(
+    *((kind, "abort") for name in ("ProcessGroup", "ProcessGroupNCCL") if (kind := getattr(dist, name, None)))
+)
+"""Before the program aborts the collectives of a process group. torch's own threads abort without a callback."""

@@ -41,6 +41,7 @@ FIRST = (
     "stagers",
     "kernel",
     "base",
+    "extensions/recovery/test_queued_steps.py",
     "extensions/recovery/test_step_snapshot.py",
     "extensions/recovery/test_emergency*.py",
     "join",

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -30,7 +29,6 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.extensions.recovery.rank_failure as rank_failure
 from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
-from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.manifest import FileDigest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.committing import write_and_commit
@@ -44,11 +42,10 @@ from stagereg.checkpoint.targets import ReplicaSave
 from stagereg.errors import CheckpointError, is_consequence, name_ranks, reason
 from stagereg.extensions.recovery.rank_failure import RankFailure
 from stagereg.extensions.recovery.step_snapshot import StepSnapshot
-from stagereg.registry import build
 
 _log = logging.getLogger(__name__)
 
-_SETTLE_S = 1.0  # seconds to wait for an optimizer to finish its step
+_SETTLE_S = 1.0  # seconds to wait for an optimizer, or an accelerator, to finish its step
 _POLL_INTERVAL_S = 0.05
 _ALL = Keep(newest=1 << 62)  # retains every checkpoint
 
@@ -134,10 +131,7 @@ class EmergencySaver(CheckpointExtension):
 
     def _post(self, told: RankFailure) -> _SurvivorReport:
         """Block the optimizers, abort saves that wait for failed ranks, and return the report of this rank."""
-        until = time.monotonic() + _SETTLE_S
-        while self._whole.is_written() and time.monotonic() < until:
-            time.sleep(_POLL_INTERVAL_S)
-        why = self._unnoted or self._whole.hold()
+        why = self._unnoted or self._whole.hold(_SETTLE_S)
         for target in self._saves.targets:
             target.ranks.end(f"{name_ranks(sorted(told.failed()))} failed")
         if not self._saves.ends_by(time.monotonic() + told.timeout_s):
@@ -180,7 +174,8 @@ class EmergencySaver(CheckpointExtension):
         """Save with the other ranks of an attempt; the first of these ranks publishes the outcome."""
         try:
             state = self._state
-            captured, missing = self._whole.take(made.told.rank, made.told.world_size), made.missing(state)
+            told, missing = made.told, made.missing(state)
+            captured = self._whole.take(told.rank, told.world_size, told.until)
             if made.leads:
                 _add_positions(captured, missing, state, made)
                 made.begin(self._setup.store, tier=len(self._saves.targets) > 1)
@@ -196,7 +191,7 @@ class EmergencySaver(CheckpointExtension):
         target = _Target(self._setup, _Survivors(made), made, missing, self._whole)
         request = Request(made.step)
         copy = StagedCopy(request, ReplicaSave())
-        copy.put(_on_host(captured))
+        copy.put(captured)
         copy.settled.set()
         write = Write(request, copy, target, until=made.told.until)
         began, nbytes = write_and_commit(write, ExchangeCache(target.repeats)) or (0.0, 0)
@@ -313,15 +308,3 @@ def _add_positions(
             captured[entries.rank_name(name, int(rank))], sure = found
             is_exact = sure and not isinstance(state[name], entries.PerRank)  # data positions may differ between ranks
             lacks += [] if is_exact else [f"an exact position of {name}"]
-
-
-def _on_host(captured: dict[str, Any]) -> dict[str, Any]:
-    """Copy entries to host memory. Entries that are in host memory are not copied, since no code writes to them now."""
-    devices = {x.device for _, x in walk(captured) if isinstance(x, torch.Tensor) and not x.is_cpu}
-    if not devices:
-        return captured
-    with contextlib.ExitStack() as stack:  # a new stream: the current one may wait for failed ranks
-        for device in devices:
-            stack.enter_context(torch.Stream(device))
-        staged: dict[str, Any] = build("stager", "blocking").stage(captured)
-    return staged

@@ -19,7 +19,8 @@ from stagereg.checkpoint.state.entries import per_rank
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import ResumableSampler
 from stagereg.errors import CheckpointError
-from stagereg.extensions.recovery.step_snapshot import StepSnapshot, _Notes
+from stagereg.extensions.recovery.end_of_step import Notes
+from stagereg.extensions.recovery.step_snapshot import StepSnapshot
 from tests.checkpoint.promises.test_split_tensors import ROWS, WHOLE, part_of
 from tests.support.subclasses import codes
 
@@ -88,6 +89,7 @@ def test_what_is_taken_is_what_it_was_as_the_step_ended() -> None:
     random.setstate(drawn[1])
     numpy.random.set_state(drawn[2])
     again.note(1, {})
+    again.hold()
     assert taken["stagereg.rng.rank0"] == again.take(0, 1)["stagereg.rng.rank0"]
     trained.whole.expect_unchanged()
 
@@ -175,6 +177,7 @@ def test_names_of_parameters_are_as_a_save_finds_them() -> None:
     bias.grad = torch.ones(2)
     optimizer.step()
     whole.note(1, {"bias": bias, "optimizer": optimizer})
+    whole.hold()
     assert [*whole.take(0, 1)["optimizer"]["state"]] == ["bias"]
 
 
@@ -268,7 +271,7 @@ def test_a_closed_checkpointer_observes_no_step_of_an_optimizer_and_keeps_no_sta
         checkpointer.close()
         assert {*BEFORE_STEPS._hooks} == before
         [saver] = [each for each in checkpointer._extensions.all if each.name == "emergency saver"]
-        assert (saver._state, saver._whole._seen, saver._whole._noted) == ({}, None, {})
+        assert (saver._state, saver._whole._seen, saver._whole._ends) == ({}, None, [])
     finally:
         gc.enable()
 
@@ -282,4 +285,4 @@ def test_a_snapshot_that_is_held_for_a_save_is_not_closed() -> None:
 
 
 def test_a_part_of_a_larger_tensor_is_noted_as_one() -> None:
-    assert is_split(_Notes().of(part_of(WHOLE, [range(ROWS)])))
+    assert is_split(Notes().of(part_of(WHOLE, [range(ROWS)])))
