@@ -298,7 +298,7 @@ def beside(asked: argparse.Namespace) -> dict[str, Any]:
         for _ in range(2):  # two optimizer steps show which tensors may be copied later; memory is page-locked
             attempt(row, row.steps)
         row.samples.clear()
-    for number in range(max(asked.rounds, 3)):
+    for number in range(asked.rounds):
         for row in (*rows[number % len(rows) :], *rows[: number % len(rows)]):
             attempt(row, row.steps)
     for row in rows:
@@ -361,7 +361,7 @@ def restore(asked: argparse.Namespace) -> dict[str, Any]:
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=theirs, no_dist=True)
         ways = {"torch": (with_torch, theirs), "stagereg": (with_stagereg, ours), "torch (A/A)": (with_torch, theirs)}
         samples: dict[str, list[float]] = {row: [] for row in ways}
-        for number in range(max(asked.rounds, 3)):
+        for number in range(asked.rounds):
             for row in (*list(ways)[number % 3 :], *list(ways)[: number % 3]):
                 act, path = ways[row]
                 new = make()
