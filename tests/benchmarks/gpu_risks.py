@@ -34,7 +34,7 @@ Verdict = tuple[bool, str]  # whether there is no fault, figures
 
 ON_CPU = ("R2", "R5")
 PORT = "STAGEREG_RISK_PORT"  # environment variable of the second process of R6
-HUNG_S = 2.0  # seconds in which a call must return while the device does not advance
+HUNG_S = 2.5  # seconds in which a call must return while the device does not advance
 _MIB = 2**20
 
 DEVICE = "cuda"
