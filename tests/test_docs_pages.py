@@ -25,12 +25,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import stagereg
 from stagereg import cli
-from stagereg.checkpoint.store.failpoints import POINTS
 from stagereg.sweep.metric import METRICS
 from stagereg.sweep.render import FILES
 from stagereg.sweep.result import RESULT
 
 from .support.app import App
+from .support.crash_points import POINTS
 from .support.pages import DOCS, Page, fits
 
 EXAMPLES = DOCS.parent / "examples"

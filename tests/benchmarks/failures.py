@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stagereg.base import output
-from stagereg.checkpoint.store.failpoints import POINTS, TIER_POINTS
 from tests.benchmarks import ledger_run
 from tests.benchmarks.ledger import Ledger
 from tests.support.app import App
+from tests.support.crash_points import POINTS, TIER_POINTS
 from tests.support.lab import LOCAL, PORT, Lab, Machine, Process, children_of, missing
 
 KILL, FREEZE, CUT, LAUNCHER = "a rank is killed", "a rank is frozen", "a cable is cut", "a launcher is killed"

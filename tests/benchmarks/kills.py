@@ -51,6 +51,9 @@ from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.registry import find
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.crash_points import POINTS
+
 RANKS, STEPS, EVERY, WIDTH = 2, 10, 2, 256
 KEEP, KEPT = stagereg.Keep(newest=2, every=4), {4, 8, 10}  # the policy, and the steps that it leaves in the end
 SAVED = [step for step in range(EVERY, STEPS + 1, EVERY) for _ in range(2 if step in (4, 8) else 1)]  # some twice
@@ -61,7 +64,7 @@ ATTEMPTS = 4
 CHAIN = 5
 ONE, ALL = "one rank", "all ranks"
 RANDOM = "a random moment"
-NAMED = list(failpoints.POINTS)
+NAMED = list(POINTS)
 BY_RANK_0 = {"locked", "swept", *NAMED[NAMED.index("marked") :]} - {"ended"}
 START = {"locked", "swept"}
 

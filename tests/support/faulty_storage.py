@@ -19,6 +19,8 @@ import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.open_store import is_url
 
+from .crash_points import POINTS
+
 _HIDDEN = ("agreed", "writing", "flushed", "written", "marked", "held", "described")
 """Moments at which the directory of the save has its first name still."""
 
@@ -28,7 +30,7 @@ class FaultyStorage(DcpStorage):
 
     Args:
         fault: the name of an error, such as ``"ENOSPC"``, or ``"hang"``: a call that does not come back.
-        at: the moment of ``failpoints.POINTS`` at which it comes; ``"writing"`` is in the middle of a file.
+        at: the moment of ``crash_points.POINTS`` at which it comes; ``"writing"`` is in the middle of a file.
         after_bytes: with ``at="writing"``: how many bytes this rank's files take before that.
         saves: which of this process's saves fail, counted from 1; ``None`` for all.
         ranks: on which ranks; ``None`` for all.
@@ -44,7 +46,7 @@ class FaultyStorage(DcpStorage):
         ranks: Sequence[int] | None = None,
         release: str | None = None,
     ) -> None:
-        assert at in failpoints.POINTS
+        assert at in POINTS
         self.fault, self.at, self.after_bytes, self.release = fault, at, after_bytes, release
         self.saves, self.ranks = saves, ranks
         self._count = self._rank = 0

@@ -29,6 +29,7 @@ from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
 from tests.support.reading import opened
 
+from ...support.crash_points import POINTS, TIER_POINTS
 from ...support.forks import run_forked
 
 
@@ -309,4 +310,4 @@ CALL = re.compile(r"\bfailpoint\(\"(\w+)\"\)")
 def test_the_named_failpoints_are_exactly_those_in_the_code() -> None:
     sources = Path(stagereg.__file__).parent.rglob("*.py")
     reached = {name for source in sources for name in CALL.findall(source.read_text())}
-    assert reached == {*failpoints.POINTS, *(failpoints.TIER_POINTS if has("tiers") else ())}
+    assert reached == {*POINTS, *(TIER_POINTS if has("tiers") else ())}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.checkpoint.store.failpoints import POINTS
+from ...support.crash_points import POINTS
 
 PROGRAM = str(Path(__file__).parents[2] / "benchmarks" / "kills.py")
 

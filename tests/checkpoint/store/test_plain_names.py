@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 import stagereg
-import stagereg.checkpoint.store.failpoints as failpoints
 from stagereg import cli
 from stagereg.assembly import Checkpointer
 from stagereg.checkpoint.format.manifest import Manifest, new_token
 from stagereg.checkpoint.store.open_store import open_store
 
+from ...support.crash_points import POINTS
 from ...support.reading import opened
 from ...support.watching import watching
 
 PLAIN, BEFORE = "step-00000002", "step-00000001"
-AGAIN = [*list(failpoints.POINTS)[list(failpoints.POINTS).index("renamed") : -1]]
+AGAIN = [*POINTS][[*POINTS].index("renamed") : -1]
 
 
 class Killed(BaseException):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.checkpoint.store.failpoints import TIER_POINTS
+from tests.support.crash_points import TIER_POINTS
 from tests.support.lab import CHECKOUT, LOCAL, Lab
 from tests.support.programs import comes_true
 from tests.support.tier_runs import START_S, Runs, now
