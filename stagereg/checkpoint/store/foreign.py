@@ -1,12 +1,11 @@
-"""Detects checkpoints in formats of other programs, and defines the protocol of extensions that read such formats.
+"""Detects checkpoints in formats of other programs. The module ``foreign`` of an extension reads such formats.
 
 Retention does not count, replace or delete directories in other formats, even if an extension can read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Collection, Mapping
 
 from stagereg.base.providers import providers
 from stagereg.checkpoint.format.damage import VerificationResult
@@ -18,24 +17,6 @@ TORCH = "torch"
 _INDEX = "index.json"  # not imported from `format.index`, which imports torch
 
 
-class ForeignFormat(Protocol):
-    """A reader for checkpoints of another program. An extension lists its readers in ``FORMATS`` in ``foreign.py``."""
-
-    def look(self, backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-        """Check another program's checkpoint, and return a result with a manifest. ``there``: file sizes by name."""
-        ...
-
-    def expect_none(self, path: str) -> None:
-        """Raise ``CheckpointError`` if ``path`` is in another program's format; the message shows how to load it."""
-        ...
-
-
-def foreign_formats() -> Iterator[ForeignFormat]:
-    """Yield the formats that the installed extensions read."""
-    for module in providers("foreign"):
-        yield from module.FORMATS
-
-
 def is_foreign(path: str, names: Collection[str]) -> bool:
     """Return whether plain torch wrote a directory, according to the directory's name and its file names."""
     name = path.rpartition("/")[2]
@@ -44,13 +25,17 @@ def is_foreign(path: str, names: Collection[str]) -> bool:
 
 
 def look_at_foreign(backend: Backend, path: str, there: Mapping[str, int | str]) -> VerificationResult:
-    """Check another program's checkpoint. If no extension can read its format, the result has no manifest."""
-    for each in foreign_formats():
-        return each.look(backend, path, there)
+    """Check another program's checkpoint. If no extension can read its format, the result has no manifest.
+
+    ``there``: the file sizes by name.
+    """
+    for each in providers("foreign"):
+        found: VerificationResult = each.look(backend, path, there)
+        return found
     return VerificationResult(path, None, {MANIFEST: "missing"}, TORCH)
 
 
 def expect_no_other_format(path: str) -> None:
     """Raise ``CheckpointError`` if ``path`` is in another program's format; the message shows how to load it."""
-    for each in foreign_formats():
+    for each in providers("foreign"):
         each.expect_none(path)

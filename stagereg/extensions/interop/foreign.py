@@ -1,14 +1,6 @@
-"""The checkpoint formats of other programs (:class:`.ForeignFormat`), which stagereg can load or at least identify."""
+"""The functions for checkpoints of other programs, which :mod:`stagereg.checkpoint.store.foreign` calls."""
 
-from __future__ import annotations
+from stagereg.extensions.interop.other_formats import expect_none
+from stagereg.extensions.interop.torch_directories import look
 
-from stagereg.checkpoint.store.foreign import ForeignFormat
-from stagereg.extensions.interop import other_formats, torch_directories
-
-
-class _OfTorch:
-    look = staticmethod(torch_directories.look)
-    expect_none = staticmethod(other_formats.expect_none)
-
-
-FORMATS: tuple[ForeignFormat, ...] = (_OfTorch(),)
+__all__ = ["expect_none", "look"]
