@@ -22,7 +22,6 @@ from stagereg.checkpoint.format.manifest import (
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.errors import MALFORMED, CheckpointError
-from stagereg.extensions.interop.metadata_pickle import expect_metadata
 
 DCP_WRITER = "DcpWriter"
 _MOST_BYTES = 1 << 30  # largest file that is read
@@ -56,7 +55,6 @@ def _of_torch(
     manifest: Manifest, content: bytes, path: str, there: Mapping[str, int | str]
 ) -> tuple[Manifest, dict[str, str]]:
     """Return the manifest with the files that ``.metadata`` names, and the error of each missing or truncated file."""
-    expect_metadata(content)
     least = {METADATA: len(content), **_file_sizes(content)}
     found = {name: _followed(f"{path}/{name}", there[name]) for name in least if name in there}
     for name, size in least.items():
