@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +34,7 @@ _FETCHES = 4  # concurrent requests; a rank needs at most 128 MiB of memory: two
 _GAP_BYTES = 1 << 12  # maximum bytes between two needed ranges that are sent as one range
 
 
-def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
+def index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
     """Read the index on rank 0; return it on all ranks. If that fails, all ranks raise ``CheckpointError``."""
     data = bytearray()
 
@@ -50,6 +50,13 @@ def shared_index(checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
         with ranks.explaining(failing):
             _broadcast(ranks, torch.frombuffer(data, dtype=torch.uint8), 0)
     return bytes(data)
+
+
+def begin(
+    checkpoint: Checkpoint, files: CheckpointFiles, transfer: Transfer, ranks: RankGroup, check: bool
+) -> Callable[[], Mapping[str, str]]:
+    """Prepare to read one checkpoint for all ranks. Collective; see :class:`SharedRead`."""
+    return SharedRead(checkpoint, files, transfer, ranks, check).run
 
 
 class _RangeDigest(NamedTuple):
