@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from stagereg.base.command import publish_run, resume_overrides
@@ -65,9 +64,9 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int, extensions: S
         store = open_store(task)
         variables = {**_variables(task, nproc, store), VALUES: json.dumps(resolved(cfg))}
         start = Start(command.for_ranks(hydra), hydra.runtime.cwd, variables)
-        run = _Run(local, store, task, start, directory, overrides)
+        number = 0
         while True:
-            end = run.attempt()
+            end = _attempt(local, store, task, start, number, directory, overrides)
             if not end.errors and not end.codes and end.stopped is None:
                 return end.result if task.index == 0 else None
             answer = first(extensions, lambda each, end=end: each.after(end))  # type: ignore[misc]
@@ -75,52 +74,46 @@ def launch(command: CommandLine, cfg: Any, hydra: Any, nproc: int, extensions: S
                 _end(end, answer.why if answer is not None else "", answer.code if isinstance(answer, Exit) else None)
             start.command.extend(each for each in answer.overrides if each not in start.command)
             warn(f"{end}\n{answer.why}")
+            number += 1
 
 
-@dataclass
-class _Run:
-    local: LocalRanks
-    store: Any
-    task: SchedulerTask
-    start: Start
-    directory: str
-    overrides: list[str]  # the overrides that resume the run
-    number = 0  # the number of the next attempt
+def _attempt(
+    local: LocalRanks, store: Any, task: SchedulerTask, start: Start, number: int, directory: str, overrides: list[str]
+) -> End:
+    """Start the ranks for the ``number``-th time, wait until all have exited, and return how the attempt ended.
 
-    def attempt(self) -> End:
-        """Start the ranks, wait until all have exited, and return how the attempt ended."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    ``overrides``: the overrides that resume the run.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        local, task, extensions = self.local, self.task, self.local.extensions
-        for more in answers(extensions, lambda each: each.variables()):
-            self.start.variables.update(more)
-        nproc, number = int(self.start.variables["LOCAL_WORLD_SIZE"]), self.number
-        self.number += 1
-        ranks = range(task.index * nproc, (task.index + 1) * nproc)
-        run = RunStore(PrefixStore("stagereg", self.store), ranks[0], task.count * nproc, str(number))
-        if task.index == 0:
-            run.begin(self.directory, self.overrides)
-        name = run.run()["attempt"]
-        attempt = Attempt(number, task, self.start, run, self.store, lambda: Progress.of(self.directory, name))
-        for local_rank, rank in enumerate(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), ATTEMPT: str(number)}
-            local.start(rank, self.start._replace(variables=self.start.variables | own))
-        codes = local.wait(lambda: answers(extensions, lambda each: each.poll(attempt)))
-        end = End(attempt, codes, time.time(), local.forwarded, local.stopped, not local.ran_none)
-        if end.stopped is not None:
-            # A rank in its job runs its ``finally`` blocks after SIGINT. A rank that still imports modules would only
-            # print a traceback, so the launcher sends SIGTERM instead.
-            in_job = all(run.get(f"in job/{rank}") for rank in ranks)
-            end.codes, end.skipped = local.end(end.stopped if in_job else signal.SIGTERM), run.get(NEXT_START) or ""
-            return end
-        at_once = any(answers(extensions, lambda each: each.ending(end)))
-        if min(codes.values(), default=0) < 0 and not at_once:
-            local.wait_for_rest((run.get(TIME_TO_END) or 0.0) + _MORE_S)
-        local.end(signal.SIGTERM)
-        with contextlib.suppress(RuntimeError):  # the store raises it if the machine of the store has failed
-            _read_reports(end)
-            meet(self.store, task, f"ended {number}", _LEAVE_S)
+    for more in answers(local.extensions, lambda each: each.variables()):
+        start.variables.update(more)
+    nproc = int(start.variables["LOCAL_WORLD_SIZE"])
+    ranks = range(task.index * nproc, (task.index + 1) * nproc)
+    run = RunStore(PrefixStore("stagereg", store), ranks[0], task.count * nproc, str(number))
+    if task.index == 0:
+        run.begin(directory, overrides)
+    name = run.run()["attempt"]
+    attempt = Attempt(number, task, start, run, store, lambda: Progress.of(directory, name))
+    for local_rank, rank in enumerate(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), ATTEMPT: str(number)}
+        local.start(rank, start._replace(variables=start.variables | own))
+    codes = local.wait(lambda: answers(local.extensions, lambda each: each.poll(attempt)))
+    end = End(attempt, codes, time.time(), local.forwarded, local.stopped, not local.ran_none)
+    if end.stopped is not None:
+        # A rank in its job runs its ``finally`` blocks after SIGINT. A rank that still imports modules would only
+        # print a traceback, so the launcher sends SIGTERM instead.
+        in_job = all(run.get(f"in job/{rank}") for rank in ranks)
+        end.codes, end.skipped = local.end(end.stopped if in_job else signal.SIGTERM), run.get(NEXT_START) or ""
         return end
+    at_once = any(answers(local.extensions, lambda each: each.ending(end)))
+    if min(codes.values(), default=0) < 0 and not at_once:
+        local.wait_for_rest((run.get(TIME_TO_END) or 0.0) + _MORE_S)
+    local.end(signal.SIGTERM)
+    with contextlib.suppress(RuntimeError):  # the store raises it if the machine of the store has failed
+        _read_reports(end)
+        meet(store, task, f"ended {number}", _LEAVE_S)
+    return end
 
 
 def _read_reports(end: End) -> None:
