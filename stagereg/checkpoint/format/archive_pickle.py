@@ -37,9 +37,7 @@ class _Tensor(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """Placeholder for any other object."""
-
-    kind: str
+    kind: str  # full name of the function that made it
 
 
 class _Dict(dict[Any, Any]):
@@ -51,8 +49,6 @@ class _Bytes(str):
 
 
 class _Tuple(tuple[Any, ...]):
-    """Placeholder for a tuple."""
-
     depth: int
     ways: int  # number of paths to direct and nested items; an item that occurs twice counts twice
 

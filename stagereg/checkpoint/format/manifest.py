@@ -24,6 +24,7 @@ SWEEP_JOB = ".sweep-job.json"
 KEPT = "kept.json"
 FOLLOWED = "done.json"  # the record of `stagereg follow`, in its own directory
 RUN = ".run.json"  # the id of a run with a local tier, and its branches (histories between rollbacks)
+NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
 LATEST = "latest"
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # written by `DcpWriter` instead of a manifest

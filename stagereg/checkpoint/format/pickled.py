@@ -26,7 +26,7 @@ from stagereg.checkpoint.format.archive_pickle import expect_bounded
 from stagereg.checkpoint.format.archives import Archive, records
 from stagereg.checkpoint.format.wrappers import form_of, name_of, wraps
 from stagereg.data import is_stateful
-from stagereg.errors import CheckpointError, reason
+from stagereg.errors import CheckpointError, printable, reason
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -196,14 +196,10 @@ def _refusal(found: Mapping[str, memoryview], error: Exception, otherwise: str) 
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))[:_SHOWN]
     except Exception:
         names = []
-    shown = ", ".join(_printable(name[:100]) for name in names)
+    shown = ", ".join(printable(name[:100], lines=False) for name in names)
     refused = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
-    what = shown or f"something that torch refuses ({_printable(refused.splitlines()[0][:200])})"
+    what = shown or f"something that torch refuses ({printable(refused.splitlines()[0][:200])})"
     return (
         f"it contains {what}. Checkpoints are read without running code. {otherwise} the type when saving and when "
         f"restoring: torch.serialization.add_safe_globals([{shown or 'TheType'}])"
     )
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else ascii(text)  # a terminal interprets some characters as commands

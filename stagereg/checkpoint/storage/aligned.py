@@ -56,18 +56,15 @@ class AlignedFile:
         self._writes: queue.Queue[tuple[memoryview, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
         # Not an executor: the exit of the process would wait for its thread, although a disk may never respond.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
-        try:
+        with contextlib.suppress(RuntimeError):  # Python 3.12 does not start threads while a process exits
             self._thread.start()
-            self._has_thread = True
-        except RuntimeError:  # Python 3.12 does not start threads while a process exits
-            self._has_thread = False
 
     def __enter__(self) -> AlignedFile:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._error = self._error or error
-        if self._has_thread:
+        if self._thread.is_alive():
             self._writes.put(None)
             self._thread.join()
         self._target.close(self._whole)
@@ -138,7 +135,7 @@ class AlignedFile:
 
     def _submit(self, data: memoryview, buffer: memoryview | None = None) -> None:
         self.raise_error()
-        if self._has_thread:
+        if self._thread.is_alive():
             self._writes.put((data, buffer))
         else:
             self._write(data, buffer)

@@ -63,7 +63,6 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[name] = self._load_object(name, value.getvalue())
 
     def expect_all_read(self) -> None:
-        """Raise ``CheckpointError`` if the reader has skipped an item."""
         for _, stored in self._left:
             at = f" at offset {[*stored.offset]}" if stored.offset and any(stored.offset) else ""
             raise CheckpointError(f"the reader of its storage skipped {stored.fqn!r:.100}{at}")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.format.pickled as pickled
 from stagereg.checkpoint.format.encoding import Leaf
-from stagereg.checkpoint.format.index import SUBCLASS, Chunk
+from stagereg.checkpoint.format.index import SUBCLASS, Chunk, overlap
 from stagereg.checkpoint.format.wrappers import cloned, same_bits, wraps
 from stagereg.errors import CheckpointError, reason
 
@@ -38,7 +38,7 @@ def wholes_of(leaf: Leaf) -> list[Whole] | None:
     if not leaf.stored.is_subclass:
         return None
     start, shape = _wanted(leaf)
-    parts = [chunk for chunk in leaf.stored.chunks if _overlap(chunk, start, shape)]
+    parts = [chunk for chunk in leaf.stored.chunks if overlap([(chunk.start, chunk.shape), (start, shape)])]
     if not parts and isinstance(leaf.live, DTensor) and wraps(leaf.live):  # this rank has no elements of the tensor
         leaf.value = dtensor_like(leaf.live, cloned(leaf.live._local_tensor))
         return []
@@ -63,10 +63,6 @@ def _wanted(leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
         [chunk] = leaf.live.__create_chunk_list__()
         return tuple(chunk.offsets), tuple(chunk.sizes)
     return (0,) * len(leaf.stored.shape), tuple(leaf.stored.shape)
-
-
-def _overlap(chunk: Chunk, start: Sequence[int], shape: Sequence[int]) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(chunk.start, chunk.shape, start, shape, strict=True))
 
 
 def _take(leaf: Leaf, chunk: Chunk, data: bytearray) -> None:

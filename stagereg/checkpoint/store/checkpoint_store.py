@@ -79,10 +79,8 @@ class CheckpointStore:
             content: whether to read all files and compare checksums. Otherwise only manifest and sizes are checked.
         """
         found = conditions.look(self.backend, path)
-        if not content or found.manifest is None or found.writer == TORCH:
-            return found
-        if not found.manifest.files:  # torch wrote it, and its checksums cannot be read
-            return found
+        if not content or found.writer == TORCH or found.manifest is None or not found.manifest.files:
+            return found  # without files, torch wrote it, and its checksums cannot be read
         wrong = differences(found.manifest, self.contents(found.path, dict.fromkeys(found.manifest.files, WHOLE)))
         if wrong and self.look(found.path).manifest != found.manifest:
             return self.look(path, content=True)
@@ -138,8 +136,7 @@ class CheckpointStore:
 
     def last_serial(self) -> int:
         """Return the commit number of the newest checkpoint, even if it is corrupt; 0 without checkpoints."""
-        complete, damaged = self.checkpoints()
-        return _last_serial([*complete, *damaged])
+        return _last_serial(conditions.conditions(self.backend))
 
     def lock(self) -> StoreLock:
         """Lock the store, unless this object has locked it already, and return the lock."""

@@ -15,13 +15,9 @@ from collections.abc import Iterable, Sequence
 from stagereg.base.small_files import MOST_BYTES, discard, read_small, replace_small, sync, temporary_of, write_new
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult, damage_of
 from stagereg.checkpoint.format.manifest import (
-    FOLLOWED,
-    KEPT,
     LATEST,
     MANIFEST,
-    RESTORED,
-    RUN,
-    SWEEP_JOB,
+    NOTES,
     Checkpoint,
     FileDigest,
     Manifest,
@@ -35,7 +31,6 @@ from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
 from stagereg.errors import CheckpointError
 
 _MOST_BYTES = 1 << 30  # size limit for reading a file of a checkpoint
-_NOTES = (FOLLOWED, KEPT, RESTORED, RUN, SWEEP_JOB)
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +155,7 @@ class Directory(LocalFiles):
     def tidy(self) -> Sequence[str]:
         left: list[str] = []
         with contextlib.suppress(OSError):
-            for path in [f"{self.root}/{name}" for name in os.listdir(self.root) if temporary_of(name) in _NOTES]:
+            for path in [f"{self.root}/{name}" for name in os.listdir(self.root) if temporary_of(name) in NOTES]:
                 with contextlib.suppress(OSError):  # the name may belong to a user's directory
                     os.unlink(path)
                     left.append(path)

@@ -206,7 +206,6 @@ class StoreLock:
         return _is_at(self._descriptor, self._path)
 
     def _other(self) -> Owner:
-        """Return the owner of the lock if another process holds it."""
         return _other(self._path) or Owner()
 
     def _release(self) -> None:

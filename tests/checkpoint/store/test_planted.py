@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 import stagereg.base.small_files as small_files
-import stagereg.checkpoint.store.directory as directory
 from stagereg.assembly import Checkpointer
 from stagereg.base.providers import has
 from stagereg.base.small_files import UnfitFileError, temporary
-from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, RUN, Manifest, new_token
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, NOTES, RUN, Manifest, new_token
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.directory import Directory
 from stagereg.checkpoint.store.local_files import DiskFile, mark_file
@@ -29,7 +28,7 @@ from ...support.planted import KINDS, MINE, ends, plant
 
 PACKAGE = Path(small_files.__file__).parents[1]
 LEASE = ".reading.step-00000001.0123456789ab"
-NAMES = (*directory._NOTES, LEASE)
+NAMES = (*NOTES, LEASE)
 UNSAFE = {"read_bytes", "read_text", "write_bytes", "write_text", "touch", "open"}
 ALLOWED = {  # why: see there
     "tiers.wire:Connection.receive_block.touch",  # a callback
@@ -103,8 +102,8 @@ def test_a_planted_note_is_named_with_what_to_do(root: Path, name: str, caplog: 
 
 @pytest.mark.parametrize("kind", [*KINDS, "hard link"])
 def test_leftovers_of_our_own_names_go_and_what_they_lead_to_stays(root: Path, mine: Path, kind: str) -> None:
-    ours = [Path(temporary(root / name)) for name in directory._NOTES]
-    others = [root / f".{name}.tmp" for name in directory._NOTES] + [root / ".notes.0123456789ab.tmp"]
+    ours = [Path(temporary(root / name)) for name in NOTES]
+    others = [root / f".{name}.tmp" for name in NOTES] + [root / ".notes.0123456789ab.tmp"]
     for path in (*ours, *others):
         plant(kind, path, mine)
     error = ends(lambda: save(root, 3))
@@ -239,4 +238,4 @@ def test_the_names_of_all_notes_are_known() -> None:
                 ):
                     module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
                     noted.add(getattr(importlib.import_module(module), ast.unparse(node.args[0])))
-    assert noted <= {*directory._NOTES}
+    assert noted <= {*NOTES}
