@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -46,8 +46,6 @@ from stagereg.errors import Preempted, Stopped, is_consequence
 from stagereg.stagers.async_stager import AsyncStager
 
 _log = logging.getLogger(__name__)
-
-Own = TypeVar("Own", bound="Checkpointer")
 
 
 class Checkpointer:
@@ -142,7 +140,7 @@ class Checkpointer:
         self._saver = Saver(self._background, self._stager, sharding, names, called, self._hold.acquire_to_save)
         self.stats = self._background.stats
         for each in self._background.all:
-            each.listen(partial(called.committed, "store" if each.target is target else "tier", each.target))
+            each.listeners.append(partial(called.committed, "store" if each.target is target else "tier", each.target))
         called.start(setup, weakref.proxy(self._background))
         parts = target.token, self._ranks, self._saver, self._background, called, self._save
         self._together = RankCoordinator(training, *parts)
@@ -231,7 +229,7 @@ class Checkpointer:
         ``listener(step)`` runs on the background thread and must not use the process group. Its exceptions are logged.
         """
         if self._enabled:
-            self._background.last.listen(listener)
+            self._background.last.listeners.append(listener)
 
     def wait(self) -> None:
         """Wait until every save has ended or timed out. Does not wait until older checkpoints are deleted.
@@ -335,7 +333,7 @@ class Checkpointer:
         finally:
             self._background.raise_failure()
 
-    def __enter__(self: Own) -> Own:
+    def __enter__(self) -> Self:
         expect_usable(self._closed, self._pid)
         return self
 

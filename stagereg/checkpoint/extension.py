@@ -43,6 +43,7 @@ class Saves(Protocol):
     """The methods that a checkpointer provides to its extensions, for information about its saves."""
 
     stats: CheckpointStats
+    targets: Sequence[SaveTarget]  # the destinations of saves; the checkpoint directory is the last element
 
     @property
     def newest(self) -> int | None:
@@ -51,12 +52,8 @@ class Saves(Protocol):
     def note_newest(self, step: int | None) -> None:
         """Record the step of the newest valid checkpoint, or ``None`` if there is no valid one. Any thread."""
 
-    @property
-    def targets(self) -> Sequence[SaveTarget]:
-        """The destinations of saves. The checkpoint directory is the last element."""
-
     def describe_newest(self) -> str:
-        """Return a sentence for the log that names the newest checkpoint. Any thread."""
+        """Return a sentence for the log that names the newest valid checkpoint. Any thread."""
 
     def finish(self) -> bool:
         """Wait until all saves have ended and old checkpoints are deleted. Return False if a save hangs."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.base.record as record
@@ -106,7 +106,7 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
             if write.is_first and write.agreed:
                 copy.replicas.ended(None)
                 if not write.is_last:  # the result would keep the copy alive
-                    copy.prepared.set_result(PreparedCopy(work.entries, work.own, work.parts))
+                    copy.prepared.set_result(PreparedCopy(Shards(work.entries, work.parts), work.own))
         if write.is_first and not write.agreed:  # the save is skipped, and no other target needs the copy
             copy.replicas.ended(None)
     except BaseException as error:
@@ -140,10 +140,10 @@ class _Work:
         self.planner = cache.planner  # holds the tensors until they are written
         self._metadata: Metadata | None = None
         self._asks = False  # whether the ranks compare replicas before they plan
+        self._reads_back = self._to.read_back is not None and not cache.was_read_back
+        self.entries = {}
         if prepared is not None:
-            self.entries, self.own, self.parts = prepared.entries, prepared.own, prepared.parts
-        else:
-            self.entries = {}
+            self.entries, self.own, self.parts = prepared.shards.entries, prepared.own, prepared.shards.parts
 
     def run(self) -> tuple[float, int] | None:
         write, to, cache, step = self._write, self._to, self._cache, self._write.request.step
@@ -183,7 +183,7 @@ class _Work:
         if request.missed:
             return _Prepared(request.step, False), (), ()
         if not self._write.is_first:
-            return self._plan()
+            return self._plan(Shards(self.entries, self.parts))
         self._write.at = "waiting for the staged copy"
         staged = copy.get()
         if copy.outline is not None:
@@ -198,24 +198,21 @@ class _Work:
         found = copy.replicas.post(self.own.objects)
         failpoint("staged")
         if isinstance(found, Shards):
-            return self._plan_shards(found)
+            return self._plan(found)
         self._write.at, self._asks = WAITING_FOR_OTHERS, True
         return self._sent(found.post), (found.lasting,), ()
 
     def _take_shards(self, answer: Any) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
         self._asks = False
-        return self._plan_shards(self._write.copy.replicas.take(answer))
-
-    def _plan_shards(self, shards: Shards) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        self.entries, self.parts = shards.entries, shards.parts
-        return self._plan(shards.post)
+        return self._plan(self._write.copy.replicas.take(answer))
 
     def _sent(self, post: Any) -> _Prepared:
         request = self._write.request
         return _Prepared(request.step, True, request.follows, request.taken, self._asks, post, self.own.digests())
 
-    def _plan(self, post: Any = None) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
-        write, cache, storage, entries = self._write, self._cache, self._to.storage, self.entries
+    def _plan(self, shards: Shards) -> tuple[_Prepared, Sequence[Any], Sequence[Any]]:
+        write, cache, storage, entries = self._write, self._cache, self._to.storage, shards.entries
+        self.entries, self.parts = entries, shards.parts
         write.at = "preparing its files"
         self._to.expect_new(self._path)
         storage.reset(self._path)
@@ -232,7 +229,7 @@ class _Work:
             cache.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.number)
         self._plans = cache.sent
         write.at = WAITING_FOR_OTHERS
-        return self._sent(post), (*self._plans, (write.request.follows, self.own.kinds)), ()
+        return self._sent(shards.post), (*self._plans, (write.request.follows, self.own.kinds)), ()
 
     def _nbytes(self, copy: Mapping[str, Any], leaves: Iterable[Any]) -> int:
         """Return the bytes of tensor data in a copy, without the states of this rank's random number generators."""
@@ -301,10 +298,6 @@ class _Work:
         confirm()
         write.at = WAITING_FOR_OTHERS
         return _RankFiles(marks, self.own.structures_for(self.asked), digests), (tuple(self._results),), self._more
-
-    @property
-    def _reads_back(self) -> bool:
-        return self._to.read_back is not None and not self._cache.was_read_back
 
     def _release_copy(self) -> None:
         """Release the copy. Raises: the error that made staging fail."""
@@ -376,17 +369,13 @@ def _without_shared(given: Sequence[Sequence[SavePlan]], follows: Collection[int
     if not follows:
         return given
     active = (plan for rank, plans in enumerate(given) if rank not in follows for plan in plans)
-    shared = {item.index.fqn for plan in active for item in plan.items if _is_shard(item)}
+    shared = {item.index.fqn for plan in active for item in plan.items if item.type is WriteItemType.SHARD}
 
     def own(plan: SavePlan) -> SavePlan:
-        items = [each for each in plan.items if _is_shard(each) or each.index.fqn not in shared]
+        items = [x for x in plan.items if x.type is WriteItemType.SHARD or x.index.fqn not in shared]
         return dataclasses.replace(plan, items=items)
 
     return [[*map(own, plans)] if rank in follows else plans for rank, plans in enumerate(given)]
-
-
-def _is_shard(item: WriteItem) -> bool:
-    return item.type is WriteItemType.SHARD
 
 
 def _parts(x: Any) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ from stagereg.errors import CheckpointError, SaveTimeoutError, WrittenWhileSaved
 
 _log = logging.getLogger(__name__)
 
-_MOST_UNDER_WAY = 2
+MOST_UNDER_WAY = 2
 _POLL_INTERVAL_S = 0.05  # seconds between checks whether a save has exceeded its timeout
 _IDLE_S = 1.0  # seconds between checks for requests that this rank has missed
 
@@ -65,11 +65,12 @@ class SaveThread:
         retake: Retake | None = None,
         nearer: Sequence[SaveThread] = (),
     ) -> None:
-        self.newest: int | None = None  # step of the target's newest checkpoint that is known to be valid
+        self.newest: int | None = None  # step of the newest checkpoint known to be valid; may be set on any thread
         describe = weakref.WeakMethod(self.describe_newest)  # a reference cycle would keep the thread running
         self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)(), target.where)
         self.stats = stats or CheckpointStats()
-        self._listeners: list[Callable[[int], object]] = []
+        # Called on the thread with the step of each complete checkpoint, before the save ends.
+        self.listeners: list[Callable[[int], object]] = []
         self.target = target
         self.timeout_s = timeout.total_seconds()
         self._retake, self._nearer = retake, nearer
@@ -89,18 +90,6 @@ class SaveThread:
         """Whether the current save has exceeded its timeout and has not ended."""
         first = self._first()
         return first is not None and first.late
-
-    def note_newest(self, step: int | None) -> None:
-        """Set the step of the newest valid checkpoint in the target; ``None`` for no checkpoint. Thread-safe."""
-        self.newest = step
-
-    def listen(self, listener: Callable[[int], object]) -> None:
-        """Call ``listener`` on the thread with the step of each complete checkpoint, before the save ends."""
-        self._listeners.append(listener)
-
-    def wait_for_turn(self) -> None:
-        """Wait until fewer than two saves are in progress, so the next may be staged, or until a save times out."""
-        self.wait(_MOST_UNDER_WAY)
 
     def submit(self, write: Write) -> None:
         """Queue a copy, to be written after the earlier copies. If the write fails, :meth:`raise_failure` raises."""
@@ -171,8 +160,7 @@ class SaveThread:
 
     def close(self) -> None:
         """End the thread. Saves that have not ended, for example because the storage hangs, will not commit."""
-        for write in self._under_way:
-            write.abandoned = True
+        self.abandon()
         self._queue.put(None)
 
     def _first(self) -> Write | None:
@@ -222,7 +210,7 @@ class SaveThread:
             self.failures.set_status(None)
             if done is not None:
                 ended = record.now()
-                self.note_newest(step)
+                self.newest = step
                 self.failures.last = None
                 target.schedule.ended(ended - write.request.called)
                 self._completed(write, done[0], ended, done[1])
@@ -252,7 +240,7 @@ class SaveThread:
             self.stats.bytes_staged += write.copy.nbytes or 0
         kind = "write" if target.required else "tier"
         record.emit(kind, step=step, start=began, seconds=seconds, bytes=nbytes, dir=target.where)
-        for listener in self._listeners:
+        for listener in self.listeners:
             try:
                 listener(step)
             except Exception:  # the checkpoint is complete, so the save must not fail

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from stagereg.checkpoint.save.failures import Failures
+from stagereg.checkpoint.extension import Saves
 from stagereg.checkpoint.save.retake import Retake
-from stagereg.checkpoint.save.save_thread import SaveThread
+from stagereg.checkpoint.save.save_thread import MOST_UNDER_WAY, SaveThread
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.write import Write
 from stagereg.checkpoint.stats import CheckpointStats
@@ -15,7 +15,7 @@ from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import CheckpointError
 
 
-class SaveThreads:
+class SaveThreads(Saves):
     """The threads of all targets. Each save to any target also goes to the first target, which prepares the copy.
 
     Args:
@@ -33,29 +33,17 @@ class SaveThreads:
         self.all: list[SaveThread] = []
         for target in targets:
             self.all.append(SaveThread(target, timeout, warns, self.stats, self.retake, [*self.all]))
-        self.last = self.all[-1]
-
-    @property
-    def failures(self) -> Failures:
-        """The failures that concern all targets: the errors that kept this rank from staging."""
-        return self.last.failures
-
-    @property
-    def targets(self) -> list[SaveTarget]:
-        """The save targets, in order. The last target retains checkpoints longest."""
-        return [each.target for each in self.all]
+        self.targets, self.last = targets, self.all[-1]
+        self.failures = self.last.failures  # includes the errors that kept this rank from staging
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint in the last target that this run knows to be valid."""
         return self.last.newest
 
     def note_newest(self, step: int | None) -> None:
-        """Set the step of the newest valid checkpoint in the last target; ``None`` for no checkpoint."""
-        self.last.note_newest(step)
+        self.last.newest = step
 
     def ends_by(self, until: float) -> bool:
-        """Wait until all saves to the last target have ended or failed. Return False if one still runs at ``until``."""
         return self.last.ends_by(until)
 
     @property
@@ -67,7 +55,7 @@ class SaveThreads:
         """Wait until a save may be staged. Raises ``CheckpointError`` if an earlier save has failed or hangs."""
         for number in request.targets:
             thread = self.all[number]
-            thread.wait_for_turn()
+            thread.wait(MOST_UNDER_WAY)
             for each in self.all[: number + 1]:
                 each.raise_failure()
             if any(each.hanging for each in self.all[: number + 1]):
@@ -93,7 +81,6 @@ class SaveThreads:
         return all(ended)
 
     def finish(self) -> bool:
-        """Call :meth:`wait`, then wait until the last target has deleted old checkpoints, at most for the timeout."""
         ended = [*(each.wait() for each in self.all[:-1]), self.last.finish()]
         return all(ended)
 
@@ -109,15 +96,13 @@ class SaveThreads:
         for each in self.all:
             each.target.schedule.restored(step)
             if each.target.names(path):
-                each.note_newest(step)
+                each.newest = step
 
     def raise_failure(self) -> None:
-        """Raise the first failure that no call has raised yet, and log the later ones."""
         for each in self.all:
             each.raise_failure()
 
     def describe_newest(self) -> str:
-        """Return a sentence about the newest valid checkpoint of all targets."""
         return self.last.describe_newest()
 
     def close(self) -> None:

@@ -148,12 +148,6 @@ class Saver:
         """Return whether a save of ``step`` goes to all targets."""
         return self.targets_of(step) == self._everywhere
 
-    @property
-    def _every(self) -> int | None:
-        """The steps between saves to the last target; ``None`` if the target is optional or has no fixed interval."""
-        target = self._threads.last.target
-        return target.schedule.every if target.required and type(target.schedule) is Schedule else None
-
     def save(self, step: int, targets: Sequence[int] | None = None, follows: bool = False) -> None:
         """Stage the state and submit the copy to the threads of the targets.
 
@@ -219,8 +213,10 @@ class Saver:
             self._threads.raise_failure()
             raise CheckpointError("The last step was not saved, because an earlier save failed on another rank.")
         if last > done and not unknown:
-            if self.saved is None and self._ranks.rank == 0 and self._every is not None:
-                _log.info(_ONLY, self._every, "its start" if resumed is None else f"step {resumed}")
+            target = self._threads.last.target
+            at_multiples = target.required and type(target.schedule) is Schedule
+            if self.saved is None and self._ranks.rank == 0 and at_multiples:
+                _log.info(_ONLY, target.schedule.every, "its start" if resumed is None else f"step {resumed}")
             self.save(int(last), follows=own[0] < last)
 
     def save_to_leave(self, step: int, follows: bool = False) -> CheckpointError | None:

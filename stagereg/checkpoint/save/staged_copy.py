@@ -12,7 +12,7 @@ from typing import Any
 import stagereg.base.record as record
 from stagereg.checkpoint.ranks.merging import RankEntries
 from stagereg.checkpoint.save.structure import Outline
-from stagereg.checkpoint.targets import Part, ReplicaSave
+from stagereg.checkpoint.targets import ReplicaSave, Shards
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
 from stagereg.stagers.async_stager import UnconfirmedCopy
 
@@ -41,9 +41,8 @@ class Request:
 class PreparedCopy:
     """A flattened copy, after all ranks have agreed which entries each rank writes."""
 
-    entries: dict[str, Any]  # the entries that this rank writes; empty once all targets have written
+    shards: Shards  # the entries that this rank writes; empty once all targets have written
     own: RankEntries  # this rank's values of all entries
-    parts: Mapping[str, Part | None]  # for each tensor that is a shard: its offsets in the whole tensor
 
 
 class StagedCopy:
@@ -140,7 +139,7 @@ class StagedCopy:
             if self._readers > 0:
                 return
         if self.prepared.done() and self.prepared.exception() is None:
-            self.prepared.result().entries.clear()
+            self.prepared.result().shards.entries.clear()
         staged, self._staged, self._future = self._staged, {}, None
         if staged:
             self._release(staged)

@@ -99,13 +99,11 @@ class StoreTarget(SaveTarget):
         there = store.backend.list(path, [METADATA])  # includes other files of the storage, such as .metadata
         files |= {name: store.mark(path, name) for name in there if name not in files}
         failpoint("marked")
-        self.committed = store.publish(path, self.manifest(step, files), self.keep)
-
-    def manifest(self, step: int, files: dict[str, FileDigest]) -> Manifest:
         fields: dict[str, Any] = {"world_size": self.ranks.size, "command": command_key()}
         for each in self._fields:
             fields |= each(step)
-        return Manifest(step, serial=0, files=files, storage=self._storage_name, **fields)
+        manifest = Manifest(step, serial=0, files=files, storage=self._storage_name, **fields)
+        self.committed = store.publish(path, manifest, self.keep)
 
     def discard(self, step: int) -> None:
         path = self.store.temporary(step, self._token)

@@ -100,15 +100,15 @@ def _differences(
             else:
                 yield from _differences(item, found.get(key, _ABSENT), (*path, key))
         yield from (((*path, key), _ABSENT, found[key]) for key in added.values())
-    elif type(expected) is type(found) is _Items and expected[:2] == found[:2] and _has_lists(expected, found):
+    elif (
+        type(expected) is type(found) is _Items
+        and expected[:2] == found[:2]
+        and type(expected.items) is type(found.items) is list
+    ):
         for i, (one, other) in enumerate(zip(expected.items, found.items, strict=True)):
             yield from _differences(one, other, (*path, i))
     else:
         yield path, expected, found
-
-
-def _has_lists(*sequences: _Items) -> bool:
-    return all(type(each.items) is list for each in sequences)
 
 
 def _describe(path: tuple[object, ...], expected: Outline, found: Outline) -> str:
