@@ -69,26 +69,18 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered component. Constructing an entry does not import the component.
+    """A registered component. Constructing an entry does not import the component."""
 
-    Attributes:
-        kind: one of :func:`kinds`, such as ``"stager"``.
-        name: the name that users write; ``name@distribution`` if several packages have an entry point with this name.
-        target: the path of the class or factory function, ``"package.module:Name"``.
-        distribution: the installed package that contains the entry point; empty if there is only a decorator.
-        version: the version of that package.
-        file: ``file:line`` of the decorator; empty if there is no decorator or its module was not imported yet.
-        component: the decorated class or function; ``None`` if ``load`` must import it.
-        code: the code object of the module or function that called the decorator.
-    """
-
-    kind: str
-    name: str
-    target: str
-    distribution: str = ""
-    version: str = ""
+    kind: str  # one of :func:`kinds`, such as ``"stager"``
+    name: str  # the name that users write; ``name@distribution`` if several packages have an entry point of this name
+    target: str  # the path of the class or factory function, ``"package.module:Name"``
+    distribution: str = ""  # the installed package that contains the entry point; empty if there is only a decorator
+    version: str = ""  # the version of that package
+    # ``file:line`` of the decorator; empty if there is no decorator or its module was not imported yet.
     file: str = field(default="", compare=False)
+    # The decorated class or function; ``None`` if ``load`` must import it.
     component: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    # The code object of the module or function that called the decorator.
     code: CodeType | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -141,16 +133,11 @@ class Entry:
 
 
 class Registry:
-    """The components by kind and name: built-in ones, entry points of installed packages, and decorated ones.
-
-    Attributes:
-        built_in: the components of this distribution: (kind, name) -> ``"package.module:Name"``.
-        decorated: the entries that decorators have registered.
-    """
+    """The components by kind and name: built-in ones, entry points of installed packages, and decorated ones."""
 
     def __init__(self, built_in: Mapping[tuple[str, str], str]) -> None:
-        self.built_in = dict(built_in)
-        self.decorated: list[Entry] = []
+        self.built_in = dict(built_in)  # ``"package.module:Name"`` by (kind, name)
+        self.decorated: list[Entry] = []  # registered by decorators
         # A cache: reading the metadata of all packages takes milliseconds, and Hydra queries names dozens of times.
         self._path: list[str] | None = None
         self._packages: dict[tuple[str, str], list[Entry]] = {}

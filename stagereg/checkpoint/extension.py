@@ -172,16 +172,11 @@ class CheckpointSource:
     """A place to restore from: the checkpoint directory, a local tier, or directories that plain torch wrote.
 
     All methods run on the training thread. Their exceptions propagate to the program, on all ranks.
-
-    Attributes:
-        name: the unique name of the source, for :attr:`Candidate.source`.
-        shares_reads: whether one rank may read files and send the data to the other ranks.
-        root: the directory for messages; ``""`` means the checkpoint directory.
     """
 
-    name = ""
-    shares_reads = True
-    root = ""
+    name = ""  # the unique name of the source, for :attr:`Candidate.source`
+    shares_reads = True  # whether one rank may read files and send the data to the other ranks
+    root = ""  # the directory for messages; ``""`` means the checkpoint directory
 
     def claims(self, path: str) -> bool:
         """Return whether only this source may read the checkpoint ``path``; equal on all ranks. Not collective."""
@@ -303,14 +298,10 @@ class CheckpointExtension(SaveObserver, RestoreExtension):
 
     The docstring of this module lists the methods whose exceptions propagate. An extension must not keep a strong
     reference to its checkpointer, so that an unused checkpointer is freed immediately.
-
-    Attributes:
-        name: the name for messages. All ranks must have extensions with the same names in the same order.
-        options: the options that must be the same on all ranks, by name without the prefix ``checkpoint.``.
     """
 
-    name = ""
-    options = _NONE
+    name = ""  # for messages; all ranks must have extensions with the same names in the same order
+    options = _NONE  # must be the same on all ranks; by name without the prefix ``checkpoint.``
 
     def targets(self, setup: Setup) -> Sequence[SaveTarget]:
         """Return additional save targets. Collective. Called on the training thread, before :meth:`start`."""

@@ -50,11 +50,7 @@ _log = logging.getLogger(__name__)
 class DirectoryLock:
     """The directory lock of one run. Each rank has this object, but only rank 0 acquires the lock.
 
-    Args:
-        acquired: called on rank 0 after the lock is acquired.
-
-    Attributes:
-        continues: whether the run has called ``restore``, so that earlier checkpoints in the directory belong to it.
+    ``acquired``: called on rank 0 after the lock is acquired.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class DirectoryLock:
         self._failing = ""  # prefix of error messages
         self._warned = False
         self._known: int | None = None  # number of the last commit when the run began
-        self.continues = False
+        self.continues = False  # whether the run has called ``restore``: earlier checkpoints here belong to it
         self._when_acquired = acquired
 
     @property
@@ -111,7 +107,17 @@ class DirectoryLock:
             raise kind_of([error])(f"{self._failing}: {reason(error)}") from error
         if self.acquired and not self._warned:
             self._warned = True
-            _warn_of_earlier_run(self._store)
+            if spared := self._store.retention.spared:
+                _log.warning(
+                    "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: this "
+                    "run deletes each of them after reaching its step. To resume from them, call restore(state) before "
+                    "the loop. To retain them, give this run another directory, %s. To start from scratch on purpose, "
+                    "add %s.",
+                    self._store.root,
+                    ", ".join(sorted(os.path.basename(each) for each in spared)[-2:]),
+                    option("checkpoint.dir", "PATH"),
+                    option("checkpoint.resume", "never"),
+                )
 
     def acquire_on_all(self) -> None:
         """Acquire the lock on rank 0, without a warning. If this fails, all ranks raise the error. Collective."""
@@ -186,19 +192,6 @@ class DirectoryLock:
                 raise
             raise CheckpointError(f"{reason(error)}. {advice(error, root)}") from error
         self._when_acquired()
-
-
-def _warn_of_earlier_run(store: CheckpointStore) -> None:
-    if store.retention.spared:
-        _log.warning(
-            "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: this run "
-            "deletes each of them after reaching its step. To resume from them, call restore(state) before the loop. "
-            "To retain them, give this run another directory, %s. To start from scratch on purpose, add %s.",
-            store.root,
-            ", ".join(sorted(os.path.basename(each) for each in store.retention.spared)[-2:]),
-            option("checkpoint.dir", "PATH"),
-            option("checkpoint.resume", "never"),
-        )
 
 
 def _look(path: str) -> tuple[str, bool]:

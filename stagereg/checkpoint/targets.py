@@ -136,31 +136,20 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """The portion of a staged copy that one rank writes.
+    """The portion of a staged copy that one rank writes."""
 
-    Attributes:
-        entries: the entries of the copy. If this rank writes only a slice of a tensor, the slice replaces the tensor.
-        parts: the positions of these slices, by the dotted name of the tensor; ``None`` for a tensor that another rank
-            writes.
-        post: a picklable value, which rank 0 passes to :meth:`ReplicaSave.check`.
-    """
-
-    entries: dict[str, Any]
+    entries: dict[str, Any]  # if this rank writes only a slice of a tensor, the slice replaces the tensor
+    # The positions of these slices, by the dotted name of the tensor; ``None`` for a tensor that another rank writes.
     parts: Mapping[str, Part | None]
-    post: Any = None
+    post: Any = None  # a picklable value, which rank 0 passes to :meth:`ReplicaSave.check`
 
 
 @dataclass(frozen=True)
 class Question:
-    """A rank's message to rank 0, if the ranks must compare values before they write. Both fields are picklable.
+    """A rank's message to rank 0, if the ranks must compare values before they write. Both fields are picklable."""
 
-    Attributes:
-        post: the data that differs in every save.
-        lasting: the data that is the same in most saves. A rank sends it only after a change.
-    """
-
-    post: Any
-    lasting: Any
+    post: Any  # the data that differs in every save
+    lasting: Any  # the data that is the same in most saves; a rank sends it only after a change
 
 
 class ReplicaSave:

@@ -42,10 +42,9 @@ from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.ranks.merging import Asked, Sent
 from stagereg.checkpoint.ranks.unchanged import pack, unpack
-from stagereg.checkpoint.save.committing import _Prepared, _RankFiles, _Work
-from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
+from stagereg.checkpoint.save.committing import ExchangeCache, _Prepared, _RankFiles, _Work
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy, Write
 from stagereg.checkpoint.save.store_target import StoreTarget
-from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.targets import ReplicaSave

@@ -35,15 +35,22 @@ import stagereg.base.record as record
 import stagereg.checkpoint.state.rng as rng
 from stagereg.base.deadline import within
 from stagereg.checkpoint.format.encoding import walk
-from stagereg.checkpoint.format.index import expect_readable, make_index, tables
+from stagereg.checkpoint.format.index import Readable, expect_readable, make_index, tables
 from stagereg.checkpoint.format.manifest import FileDigest
 from stagereg.checkpoint.format.wrappers import inner_tensors
-from stagereg.checkpoint.ranks.merging import Asked, EntryMerger, RankEntries, Sent, groups_in
+from stagereg.checkpoint.ranks.merging import Asked, EntryMerger, RankEntries, Sent, Structures, groups_in
+from stagereg.checkpoint.ranks.unchanged import Exchange
 from stagereg.checkpoint.save.scheduling import short_turns
-from stagereg.checkpoint.save.staged_copy import PreparedCopy
-from stagereg.checkpoint.save.state_planner import from_numbers, join_plans, name_for_each, numbered, split_plan
+from stagereg.checkpoint.save.staged_copy import PreparedCopy, Write
+from stagereg.checkpoint.save.state_planner import (
+    StatePlanner,
+    from_numbers,
+    join_plans,
+    name_for_each,
+    numbered,
+    split_plan,
+)
 from stagereg.checkpoint.save.structure import expect_same_structure
-from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.storage.digests import Written, digests_of
 from stagereg.checkpoint.store.failpoints import failpoint
@@ -55,6 +62,28 @@ WAITING_FOR_OTHERS = "waiting for the other ranks"  # the action of a rank that 
 _log = logging.getLogger(__name__)
 
 _TRYING = 0.5  # fraction of the timeout for the write; the rest is for cleanup and reports
+
+
+class ExchangeCache:
+    """The results of a target's last save, so that ranks send only changes. Used by the target's thread."""
+
+    def __init__(self, repeats: bool) -> None:
+        self.plans, self.results = Exchange(repeats), Exchange(repeats)
+        self.planner = StatePlanner()
+        self.plan: SavePlan | None = None  # the plan of this rank
+        self.sent: list[SavePlan] = []  # the same plan, in the form that is sent to rank 0
+        self.nbytes = 0  # bytes of the rank's tensors, without random number generators
+        self.dealt: SavePlan | None = None  # the plan that rank 0 assigned to this rank
+        self.entries: Structures = {}  # on rank 0: the entries of all ranks
+        self.described = ""  # on rank 0: the tables of the index, as JSON
+        self.readable = Readable()  # on rank 0: the validated parts of the index
+        self.was_read_back = False  # whether a save was read back before its commit
+
+    def forget(self) -> None:
+        """Clear the cache after a save that was skipped or has failed, so that the next save sends everything."""
+        self.plans.forget()
+        self.results.forget()
+        self.entries = {}
 
 
 class _Prepared(NamedTuple):

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from stagereg.checkpoint.extension import Saves
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.save_thread import MOST_UNDER_WAY, SaveThread
-from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
-from stagereg.checkpoint.save.write import Write
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy, Write
 from stagereg.checkpoint.stats import CheckpointStats
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import CheckpointError
@@ -22,10 +21,6 @@ class SaveThreads(Saves):
         targets: the targets in order, a local tier before the checkpoint directory; the same on all ranks.
         timeout: the timeout of one save to one target.
         warns: whether failures are logged instead of raised.
-
-    Attributes:
-        last: the thread of the last target, which retains checkpoints longest.
-        retake: repeats saves that were discarded.
     """
 
     def __init__(self, targets: Sequence[SaveTarget], timeout: datetime.timedelta, warns: bool = False) -> None:
@@ -33,7 +28,7 @@ class SaveThreads(Saves):
         self.all: list[SaveThread] = []
         for target in targets:
             self.all.append(SaveThread(target, timeout, warns, self.stats, self.retake, [*self.all]))
-        self.targets, self.last = targets, self.all[-1]
+        self.targets, self.last = targets, self.all[-1]  # the last target retains checkpoints longest
         self.failures = self.last.failures  # includes the errors that kept this rank from staging
 
     @property

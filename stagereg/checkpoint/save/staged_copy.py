@@ -1,8 +1,9 @@
-"""A request for a save, and the staged copy of the state, which is written to each target of the request."""
+"""A request for a save, the staged copy of the state, and the write of this copy to each target of the request."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from typing import Any
 import stagereg.base.record as record
 from stagereg.checkpoint.ranks.merging import RankEntries
 from stagereg.checkpoint.save.structure import Outline
-from stagereg.checkpoint.targets import ReplicaSave, Shards
+from stagereg.checkpoint.targets import ReplicaSave, SaveTarget, Shards
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
 from stagereg.stagers.async_stager import UnconfirmedCopy
 
@@ -46,16 +47,12 @@ class PreparedCopy:
 
 
 class StagedCopy:
-    """The staged copy of the state, which all targets of a request read.
-
-    Attributes:
-        prepared: the flattened copy. The thread of the first target sets it after its own save, or sets the error that
-            prevented a rank from staging.
-    """
+    """The staged copy of the state, which all targets of a request read."""
 
     def __init__(self, request: Request, replicas: ReplicaSave) -> None:
         # Used by the training thread before the request is submitted, then by the thread of the first target.
         self.replicas = replicas
+        # Set by the thread of the first target after its own save; or the error that prevented a rank from staging.
         self.prepared: Future[PreparedCopy] = Future()
         self.nbytes: int | None = None  # bytes of tensor data; written by the thread of the first target
         self._step, self._tags = request.step, request.tags
@@ -158,6 +155,34 @@ class StagedCopy:
     def _expect_staged(self) -> None:
         if self.failure is not None:
             raise CheckpointError(self.failure)
+
+
+class Write:
+    """The write of one copy to one target, which has its own thread."""
+
+    def __init__(
+        self, request: Request, copy: StagedCopy, target: SaveTarget, number: int = 0, until: float = math.inf
+    ) -> None:
+        self.request, self.copy, self.target = request, copy, target
+        self.is_first = number == request.targets[0]  # whether this write prepares the copy for all targets
+        # Whether this write reports why the copy could not be prepared, and counts its bytes.
+        self.is_last = number == request.targets[-1]
+        # Written by the thread of the target.
+        self.at = "waiting for its turn"  # the current action of this rank, for messages
+        self.agreed = False  # whether all ranks have staged and have got their plans
+        self.over = threading.Event()  # set when the write has ended or failed
+        self._reads = True
+        # Written under the lock of the thread: the deadline (``time.monotonic``), infinite until the write begins, and
+        # whether a timeout was reported.
+        self.until = until
+        self.late = False
+        self.abandoned = False  # whether the write must not commit; set by the training thread when it stops saving
+
+    def leave_copy(self) -> None:
+        """Stop reading the copy. Idempotent."""
+        if self._reads:
+            self._reads = False
+            self.copy.leave()
 
 
 @contextlib.contextmanager

@@ -27,11 +27,8 @@ from stagereg.errors import CheckpointError
 class StoreTarget(SaveTarget):
     """The checkpoint directory as a save target of one checkpointer.
 
-    Attributes:
-        store: the checkpoint directory.
-        token: a random hexadecimal string of the run, in the temporary names of the run's saves.
-
     Args:
+        token: a random hexadecimal string of the run, in the temporary names of the run's saves.
         fields: functions that return :class:`.Manifest` fields as a dict. Before a commit, rank 0 calls each with the
             step, on the thread of the save.
     """

@@ -23,12 +23,7 @@ _OF_WRAPPERS = {"module": "DataParallel and DistributedDataParallel", "_orig_mod
 
 
 class NameMap:
-    """The options ``rename`` and ``allow_missing`` for the restore of one checkpoint.
-
-    Attributes:
-        missing: for each entry, the parameters that the checkpoint lacks and ``allow_missing`` permits to be missing.
-        unused: the patterns of ``allow_missing`` that match nothing on this rank.
-    """
+    """The options ``rename`` and ``allow_missing`` for the restore of one checkpoint."""
 
     def __init__(self, rename: Mapping[str, str], allow_missing: Sequence[str]) -> None:
         self._pairs = dict(rename)
@@ -37,8 +32,8 @@ class NameMap:
         self._moves: dict[str, list[tuple[str, str]]] = {}  # the renames (old, new) that apply, by module entry
         self._state: Collection[str] = ()  # the names of the state's entries
         self._here: Collection[str] = ()  # the names of the entries and their parameters
-        self.missing: dict[str, list[str]] = {}
-        self.unused: list[str] = []
+        self.missing: dict[str, list[str]] = {}  # for each entry, the permitted parameters that the checkpoint lacks
+        self.unused: list[str] = []  # the patterns of ``allow_missing`` that match nothing on this rank
 
     def rename_entries(self, saved: Collection[str], here: Collection[str]) -> dict[str, str]:
         """Map the new names of entries to their saved names. Raises: ``CheckpointError`` if two new names are equal."""

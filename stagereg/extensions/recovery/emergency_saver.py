@@ -31,10 +31,9 @@ from stagereg.base.option_text import option
 from stagereg.checkpoint.extension import CheckpointExtension, Saves, Setup
 from stagereg.checkpoint.format.manifest import FileDigest, new_token
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.committing import write_and_commit
-from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
+from stagereg.checkpoint.save.committing import ExchangeCache, write_and_commit
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy, Write
 from stagereg.checkpoint.save.store_target import StoreTarget
-from stagereg.checkpoint.save.write import ExchangeCache, Write
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.keep import Keep
 from stagereg.checkpoint.store.lock import LOCK, Owner, StoreLock
