@@ -36,7 +36,8 @@ ROOMS = [
     {"storage", "ranks", "stats"},
     {"targets"},
     {"extension"},
-    {"save", "load", "hold", "dispatch"},
+    {"dispatch"},
+    {"save", "load", "hold"},
     {"options", "together", "end_report"},
     {"checkpointer"},
 ]

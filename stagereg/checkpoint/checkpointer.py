@@ -182,7 +182,7 @@ class Checkpointer:
         first_step.take_step()
         self._seen = checked_step(step)
         if not self._enabled:
-            self._extensions.end_step(step, None)
+            self._extensions.notify(CheckpointExtension.end_step, step, None)
             return False
         self._hold.acquire_to_save()
         self._saver.end_step(step)

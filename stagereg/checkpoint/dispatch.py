@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due, SaveObserver, Saves, Setup
+from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due, Saves, Setup
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import RESUME_CODE, CheckpointError, reason
@@ -19,7 +19,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Extensions(SaveObserver):
+class Extensions:
     """Forwards each call to all extensions of a checkpointer. Thread-safe if the extensions are thread-safe."""
 
     def __init__(self, extensions: Sequence[CheckpointExtension]) -> None:
@@ -65,16 +65,8 @@ class Extensions(SaveObserver):
         """Return whether an extension on this rank requests the exit of all ranks. Any thread."""
         return any(self._results(CheckpointExtension.urges))
 
-    def given(self, state: Mapping[str, Any]) -> None:
-        self.notify(CheckpointExtension.given, state)
-
-    def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
-        self.notify(CheckpointExtension.end_step, step, state)
-
-    def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:
-        self.notify(CheckpointExtension.begin_save, step, state, targets)
-
     def capturing(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+        """Call ``capturing()`` of every extension; return a function that calls the returned functions."""
         name, found = CheckpointExtension.capturing.__name__, []
         for each in self.all:
             with self._logs(each, name):

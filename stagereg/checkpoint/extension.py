@@ -263,11 +263,22 @@ class RestoreExtension:
         """Called after a restore has failed. On all ranks; not collective."""
 
 
-class SaveObserver:
-    """The base class of objects that observe the saves on one rank. By default the methods do nothing.
+EXTENSIONS = "extensions"
+"""The key under which the ranks compare the names of their extensions."""
+_NONE: Mapping[str, Any] = {}
 
-    The methods are called on the training thread, and must not block or be collective. Exceptions are logged.
+
+class CheckpointExtension(RestoreExtension):
+    """The base class of extensions of a checkpointer. By default the methods do nothing.
+
+    The docstring of this module lists the methods whose exceptions propagate. An extension must not keep a strong
+    reference to its checkpointer, so that an unused checkpointer is freed immediately.
     """
+
+    name = ""  # for messages; all ranks must have extensions with the same names in the same order
+    options = _NONE  # must be the same on all ranks; by name without the prefix ``checkpoint.``
+
+    # -- observe the saves of this rank; called on the training thread; must not block or be collective
 
     def given(self, state: Mapping[str, Any]) -> None:
         """Called after the program has passed a state. Objects inside containers have their own entries in it."""
@@ -287,21 +298,7 @@ class SaveObserver:
         """
         return None
 
-
-EXTENSIONS = "extensions"
-"""The key under which the ranks compare the names of their extensions."""
-_NONE: Mapping[str, Any] = {}
-
-
-class CheckpointExtension(SaveObserver, RestoreExtension):
-    """The base class of extensions of a checkpointer. By default the methods do nothing.
-
-    The docstring of this module lists the methods whose exceptions propagate. An extension must not keep a strong
-    reference to its checkpointer, so that an unused checkpointer is freed immediately.
-    """
-
-    name = ""  # for messages; all ranks must have extensions with the same names in the same order
-    options = _NONE  # must be the same on all ranks; by name without the prefix ``checkpoint.``
+    # -- take part in the work of the checkpointer
 
     def targets(self, setup: Setup) -> Sequence[SaveTarget]:
         """Return additional save targets. Collective. Called on the training thread, before :meth:`start`."""

@@ -9,7 +9,6 @@ a defaults list from its end, so a config with ``plugins`` may come after the op
 
 from __future__ import annotations
 
-import contextlib
 import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -38,19 +37,14 @@ class PluginError(ConfigError, ConfigCompositionException):
     """An item of ``plugins`` cannot be imported, or is not the name of a module."""
 
 
-def note(config_path: str) -> None:
-    """Read ``plugins`` from the config at ``config_path``, if the config exists. Hydra reports errors in the config."""
-    with contextlib.suppress(Exception):
-        _note(config_path)
-
-
 def import_noted() -> None:
     """Import the modules that :func:`note` has found. Raises ``PluginError`` if a module cannot be imported."""
     for config_path in list(noted):
         _import_all(noted.pop(config_path), f"The config {config_path.removesuffix('.yaml')!r}")
 
 
-def _note(config_path: str) -> None:
+def note(config_path: str) -> None:
+    """Read ``plugins`` from the config at ``config_path``, if the config exists. Raises the errors of reading it."""
     sources = GlobalHydra.instance().config_loader().get_sources()
     source = next((s for s in sources if s.scheme() in _READABLE and s.is_config(config_path)), None)
     if source is None or config_path.startswith("hydra/") or config_path in noted:
@@ -64,7 +58,7 @@ def _note(config_path: str) -> None:
         noted[config_path] = _named(read.config)
         for below in read.config.get("defaults") or ():
             if isinstance(below, str) and "@" not in below and below != "_self_":  # overrides cannot replace this entry
-                _note(below.lstrip("/") if below.startswith("/") else f"{group}/{below}".lstrip("/"))
+                note(below.lstrip("/") if below.startswith("/") else f"{group}/{below}".lstrip("/"))
 
 
 def from_overrides(overrides: Iterable[str]) -> None:

@@ -52,7 +52,8 @@ class RegistrySource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         if self.path == "plugins":
-            plugins.note(config_path)
+            with contextlib.suppress(Exception):  # Hydra reports errors in the config
+                plugins.note(config_path)
             return False
         kind, name = _split(config_path)
         if kind not in registry.kinds():

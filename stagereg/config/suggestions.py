@@ -112,14 +112,11 @@ def _unknown_in_factory(parent: DictConfig, kind: str, error: OmegaConfBaseExcep
     entry = registry.find_target(str(parent._get_node("_target_", validate_access=False)))
     if entry is None:
         named = f"+{kind}@{where}=NAME {error.full_key}={_given(error)}"
-        return f"{where} has no options before a {kind} is selected. Write {named}, with one of: {_names(kind)}"
+        names = registry.names(kind) if kind in registry.kinds() else ["your registered components"]
+        return f"{where} has no options before a {kind} is selected. Write {named}, with one of: {', '.join(names)}"
     takes = list(options(entry.load()))
     near = nearest(str(error.key), takes)
     return f"{entry.kind}/{entry.name} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}"
-
-
-def _names(kind: str) -> str:
-    return ", ".join(registry.names(kind)) if kind in registry.kinds() else "your registered components"
 
 
 def _missing_fields(error: OmegaConfBaseException) -> str:

@@ -49,16 +49,13 @@ def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]
     return found
 
 
-def no_reader(path: str) -> CheckpointError:
-    """Return the error for a directory from ``resume`` that only a missing extension could read."""
-    return CheckpointError(f"torch wrote {path}, and reading it {needs('interop')}")
-
-
-def none_complete(root: str) -> CheckpointError:
-    """Return the error for ``resume="latest"`` if the directory ``root`` has no complete checkpoint."""
+def nothing_listed(asked: RestoreRequest) -> CheckpointError:
+    """Return the error for a path that only a missing extension could read, or ``"latest"`` without a checkpoint."""
+    if asked.is_path:
+        return CheckpointError(f"torch wrote {asked.resume}, and reading it {needs('interop')}")
     return CheckpointError(
-        f"{option('checkpoint.resume', 'latest')} was given, but there is no complete checkpoint in {root}. "
-        f"To start from scratch in this case, use {option('checkpoint.resume', 'auto')}."
+        f"{option('checkpoint.resume', 'latest')} was given, but there is no complete checkpoint in "
+        f"{asked.store.root}. To start from scratch in this case, use {option('checkpoint.resume', 'auto')}."
     )
 
 

@@ -148,7 +148,7 @@ class _Restore:
         def answer(reports: list[_Report]) -> list[_Agreed]:
             listed = reports[0].listed
             if not listed and asked.resume != "auto":
-                raise choosing.no_reader(asked.resume) if asked.is_path else choosing.none_complete(asked.store.root)
+                raise choosing.nothing_listed(asked)
             listed = listed[:1] if asked.resume == "latest" else listed
             listed = choosing.without_inexact(listed, asked.resume) if asked.exact else listed
             twins = seeding.lowest_twins([each.seeds for each in reports])

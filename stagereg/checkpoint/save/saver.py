@@ -22,7 +22,8 @@ import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.state.entries as entries
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
-from stagereg.checkpoint.extension import SaveObserver
+from stagereg.checkpoint.dispatch import Extensions
+from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.checkpoint.save.save_threads import SaveThreads
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
@@ -60,7 +61,7 @@ class Saver:
         stager: AsyncStager,
         replicas: ReplicaSharding | None = None,
         names: ParameterNames | None = None,
-        observer: SaveObserver | None = None,
+        extensions: Extensions | None = None,
         ready: Callable[[], object] = lambda: None,
     ) -> None:
         # The last state of the program, flattened (:mod:`.nested`).
@@ -75,7 +76,7 @@ class Saver:
         self._given_at: int | None = None  # the step after which the program has this state
         self._ready = ready
         self._threads, self._stager, self._ranks = threads, stager, threads.last.target.ranks
-        self._replicas, self._observer = replicas, observer or SaveObserver()
+        self._replicas, self._extensions = replicas, extensions or Extensions(())
         self._everywhere = tuple(range(len(threads.all)))  # the numbers of all targets
         self._due: tuple[int | None, tuple[int, ...]] = None, ()  # the due step and its targets, until it is saved
         self._copying: tuple[int, float] | None = None  # the step that the stager is copying, and the start time
@@ -108,7 +109,7 @@ class Saver:
         self._continued = [name for name in entries.positions(state) if isinstance(state[name], LoadsEveryRank)]
         if self._confirms is not None:
             self._confirms.copy_at_once(entries.written_in_forward(state))
-        self._observer.given(state)
+        self._extensions.notify(CheckpointExtension.given, state)
         for name, value in state.items() if self._ranks.group is not None else ():
             if isinstance(value, Optimizer) and optimizers_of(value) and before.get(name) is not value:
                 with contextlib.suppress(AttributeError):  # a wrapper without super().__init__() has no hooks
@@ -119,7 +120,8 @@ class Saver:
         """Record the data loader states of a step, because the loop may take another batch before the save."""
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
-        self._observer.end_step(step, self.state if self._given_at == step else None)
+        given = self.state if self._given_at == step else None
+        self._extensions.notify(CheckpointExtension.end_step, step, given)
 
     def due(self, step: int, everywhere: bool = False) -> bool:
         """Return whether a save to any target is due at ``step``. Called once per step; the same on all ranks.
@@ -169,7 +171,8 @@ class Saver:
         self.saved, self.reached, self._due = step, step, (None, ())
         if request.targets[-1] == self._everywhere[-1]:
             self.stored = step
-        self._observer.begin_save(step, self._given, [self._threads.all[each].target for each in request.targets])
+        chosen = [self._threads.all[each].target for each in request.targets]
+        self._extensions.notify(CheckpointExtension.begin_save, step, self._given, chosen)
         try:
             self._ready()
             self._threads.admit(request)
@@ -283,7 +286,7 @@ class Saver:
             at, positions = self._positions
             for name, position in positions.items() if at == step else ():
                 captured[entries.rank_name(name, ranks.rank)] = position
-            inspect = self._observer.capturing(self.state, captured)
+            inspect = self._extensions.capturing(self.state, captured)
             captured = copy.replicas.stage(self.state, captured, request.follows)
             structure = None
             with contextlib.suppress(RecursionError):  # a later check reports a reference cycle by name

@@ -38,24 +38,20 @@ class NestedState(MutableMapping[str, Any]):
     """A flat view of a nested state. ``ways`` maps the name of each entry to its path of keys."""
 
     def __init__(self, state: MutableMapping[str, Any], ways: dict[str, tuple[Any, ...]]) -> None:
-        self._state, self._ways = state, ways
+        self._state, self.ways = state, ways
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return reduce(getitem, self._ways[name], self._state)
+            return reduce(getitem, self.ways[name], self._state)
         except (LookupError, TypeError):  # the program has changed the container after the view was created
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _put(self._state, self._ways.setdefault(name, (name,)), value)
-
-    def way_of(self, name: str) -> tuple[Any, ...]:
-        """Return the path of keys to an entry."""
-        return self._ways[name]
+        _put(self._state, self.ways.setdefault(name, (name,)), value)
 
     def takes(self, name: str) -> bool:
         """Return whether ``name`` is not in the state yet, but a container in the state could store it."""
-        return name not in self._ways and bool(self._containers_of(name))
+        return name not in self.ways and bool(self._containers_of(name))
 
     def add(self, name: str) -> None:
         """Add an entry with the value ``None`` to its container, and create missing inner dicts.
@@ -71,12 +67,12 @@ class NestedState(MutableMapping[str, Any]):
         if not isinstance(holder, dict) or not all(isinstance(key, str) for key in holder):
             raise CheckpointError(f"{name!r} was saved, but its container here has no such item; add it before")
         holder[last] = None
-        self._ways[name] = *before, *rest
+        self.ways[name] = *before, *rest
 
     def _containers_of(self, name: str) -> list[tuple[tuple[Any, ...], list[str]]]:
         """Return the containers around ``name``, outermost first, each as its path and the remaining keys."""
         found = {}
-        for way in self._ways.values():
+        for way in self.ways.values():
             for end in range(1, len(way)):
                 prefix = ".".join(map(str, way[:end])) + "."
                 if name.startswith(prefix):
@@ -84,14 +80,14 @@ class NestedState(MutableMapping[str, Any]):
         return sorted(found.items(), key=lambda each: len(each[0]))
 
     def __delitem__(self, name: str) -> None:
-        *before, key = self._ways.pop(name)
+        *before, key = self.ways.pop(name)
         del reduce(getitem, before, self._state)[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._ways)
+        return iter(self.ways)
 
     def __len__(self) -> int:
-        return len(self._ways)
+        return len(self.ways)
 
 
 class Spreader:
@@ -175,7 +171,7 @@ def expect_reachable(state: Mapping[str, Any]) -> None:
 
 def code_of(state: Mapping[str, Any], name: str) -> str:
     """Return the Python expression for an entry, such as ``state['nets']['g']``."""
-    way = state.way_of(name) if isinstance(state, NestedState) else (name,)
+    way = state.ways[name] if isinstance(state, NestedState) else (name,)
     return "state" + "".join(f"[{key!r}]" for key in way)
 
 

@@ -51,7 +51,8 @@ def by_name(
     found: Mapping[str, Any], names: Mapping[Any, str], groups: Sequence[tuple[list[str], dict[str, Any]]]
 ) -> dict[str, Any]:
     """Convert optimizer state from torch's form to the form by name. ``names`` maps parameter numbers to names."""
-    state = {names[key]: each for key, each in found[STATE].items() if key in names and not _is_empty(each)}
+    known = {names[key]: each for key, each in found[STATE].items() if key in names}
+    state = {name: each for name, each in known.items() if not isinstance(each, Mapping) or each}
     whole = {STATE: state, GROUPS: {own[0]: {**options, PARAMS: own} for own, options in groups if own}}
     part = {
         STATE: {key: each for key, each in found[STATE].items() if key not in names},
@@ -62,10 +63,6 @@ def by_name(
         own = [*names.values()]
         whole[OPTIMIZERS] = {first_of(own): {PARAMS: own, **{key: each for key, each in part.items() if each}}}
     return whole
-
-
-def _is_empty(state: Any) -> bool:
-    return isinstance(state, Mapping) and not state
 
 
 def first_of(names: Sequence[str]) -> str:
