@@ -17,9 +17,9 @@ import stagereg.checkpoint.state.module_state as module_state
 from stagereg.base.option_text import option
 from stagereg.checkpoint.format.encoding import Leaf
 from stagereg.checkpoint.format.wrappers import name_of, wraps
-from stagereg.checkpoint.state.generators import GeneratorState
 from stagereg.checkpoint.state.name_map import NameMap, advice, by_new_name, moved
 from stagereg.checkpoint.state.nested import is_module_state, state_dicts
+from stagereg.checkpoint.state.rng import GeneratorState
 from stagereg.data import ResumableSampler, is_stateful
 from stagereg.errors import CheckpointError, MissingEntryError, listed
 

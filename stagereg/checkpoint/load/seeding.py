@@ -17,7 +17,6 @@ import torch
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.manifest import Manifest
-from stagereg.checkpoint.state.generators import GeneratorState, generator_state
 
 _OF_RANK = entries.rng_name(0)[:-1]  # prefix of the entries with RNG states; the rank follows
 
@@ -106,7 +105,7 @@ def _bytes(state: Mapping[str, torch.Tensor], name: str) -> bytes:
     return bytes(state[name].tolist()) if name in state else b""
 
 
-def _generators(state: Mapping[str, Any]) -> Iterator[tuple[str, GeneratorState]]:
+def _generators(state: Mapping[str, Any]) -> Iterator[tuple[str, rng.GeneratorState]]:
     for name, value in state.items():
-        if found := generator_state(value.value if isinstance(value, entries.PerRank) else value):
+        if found := rng.generator_state(value.value if isinstance(value, entries.PerRank) else value):
             yield name, found

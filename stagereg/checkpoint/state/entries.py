@@ -23,7 +23,6 @@ import stagereg.checkpoint.state.optimizer_state as optimizer_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.split_tensors import shape_of
 from stagereg.checkpoint.format.wrappers import inner_tensors, wraps
-from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError, StageregError, reason
@@ -113,7 +112,7 @@ def value_of(state: Mapping[str, Any], name: str) -> Any:
     """Return the value under a name. Unwraps :class:`PerRank`; wraps random generators in :class:`.GeneratorState`."""
     value = state[name]
     value = value.value if isinstance(value, PerRank) else value
-    return generator_state(value) or value
+    return rng.generator_state(value) or value
 
 
 def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:

@@ -16,7 +16,6 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
 import stagereg.extensions.recovery.state_tensors as state_tensors
 from stagereg.checkpoint.format.split_tensors import carry
-from stagereg.checkpoint.state.generators import generator_state
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError, reason
@@ -147,7 +146,7 @@ class Notes:
         """Return the current value of an entry; for a stateful object, the value of its ``state_dict()``."""
         if isinstance(value, (int, float, str)):
             return value
-        if (generator := generator_state(value)) is not None:
+        if (generator := rng.generator_state(value)) is not None:
             return generator.state_dict()
         if type(value) in (dict, list):
             return self._container(value)
