@@ -17,7 +17,6 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
@@ -47,7 +46,7 @@ def is_position(value: Any) -> bool:
     Such a value is stateful and iterable. It is not a module or optimizer, and its class has no ``step``, which
     excludes containers of schedulers.
     """
-    trains = isinstance(value, (nn.Module, Optimizer)) or hasattr(type(value), "step")
+    trains = isinstance(value, (torch.nn.Module, Optimizer)) or hasattr(type(value), "step")
     return is_stateful(value) and isinstance(value, Iterable) and not trains
 
 

@@ -29,9 +29,8 @@ from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end,
 from stagereg.checkpoint.extension import CheckpointExtension, Due, RestoreRequest, Setup
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
-from stagereg.checkpoint.options import Failure, Restore
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.save_thread import SaveThreads
 from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.state.nested import expect_savable
@@ -79,8 +78,8 @@ class Checkpointer:
         stager: AsyncStager | str | None = None,
         storage: Storage | str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        restore: Restore = Restore(),  # noqa: B008  # immutable
-        failure: Failure = Failure(),  # noqa: B008
+        restore: options.Restore = options.Restore(),  # noqa: B008  # immutable
+        failure: options.Failure = options.Failure(),  # noqa: B008
         save_last: bool = True,
         enable: bool = True,
         extensions: Sequence[CheckpointExtension] = (),

@@ -10,7 +10,7 @@ from pathlib import Path
 from stagereg.base.command import command_to_resume
 from stagereg.base.option_text import option
 from stagereg.checkpoint.hold import DirectoryLock
-from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.save_thread import SaveThreads
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, ClosedError
 

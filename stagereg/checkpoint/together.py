@@ -17,7 +17,7 @@ from stagereg.checkpoint.dispatch import Extensions
 from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import OperationLog, ShutdownBarrier
-from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.save_thread import SaveThreads
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 

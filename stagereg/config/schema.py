@@ -31,7 +31,6 @@ from stagereg.base.spec import HYDRA_KEYS, refuse_unknown
 from stagereg.config.resolved_tree import Call, NodePath, is_missing
 from stagereg.config.texts import value_type, written
 from stagereg.errors import ConfigError, StageregError, nearest
-from stagereg.registry import Entry
 
 _SEQUENCES = (list, tuple, Sequence)
 _MAPPINGS = (dict, Mapping)
@@ -92,7 +91,7 @@ def runtime(component: Callable[..., Any]) -> list[str]:
     return [p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def schema(entry: Entry) -> type:
+def schema(entry: registry.Entry) -> type:
     """Return the generated config dataclass of a component, always the same class. Imports the component."""
     if "<locals>" in entry.path:
         raise ConfigError(

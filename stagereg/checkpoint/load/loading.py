@@ -15,7 +15,6 @@ import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.extension import RestoreRequest
 from stagereg.checkpoint.format.encoding import fill, marks
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.load.findings import MergedScan
 from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
 from stagereg.errors import CheckpointError, listed, reason
@@ -62,12 +61,15 @@ class Loading:
             raise CheckpointError(f"it does not have {listed(sorted(lacking))}")
         self._read()
 
-    def take_rests(self, found: MergedScan) -> None:
-        """Pass the saved parameters that no rank has requested to the objects that accept additional values."""
-        if found.unused:
+    def take_rests(self, rests: Mapping[str, set[str]], unused: Sequence[str]) -> None:
+        """Pass ``rests``, the saved parameters that no rank has requested, to objects that accept additional values.
+
+        Raises: ``CheckpointError`` if names in ``allow_missing`` are ``unused`` on all ranks.
+        """
+        if unused:
             raise CheckpointError(self.names.no_such())
         for name, rest in self.left.items():
-            more = {key: rest[key] for key in rest if key in found.rests[name]}
+            more = {key: rest[key] for key in rest if key in rests[name]}
             placing.take_rest(self._asked.state, name, self._found[name], more)
         self._read()
 

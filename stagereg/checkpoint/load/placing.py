@@ -32,7 +32,6 @@ from stagereg.checkpoint.format.split_tensors import carry, is_split
 from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
 from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, outer_names
-from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.data import LoadsEveryRank, is_position, is_stateful
 from stagereg.errors import CheckpointError, MissingEntryError, listed, nearest, reason
@@ -135,7 +134,7 @@ def _refusing(name: str) -> Iterator[None]:
         raise CheckpointError(refusal(name, reason(error))) from error
 
 
-def names_here(state: Mapping[str, Any], names: ParameterNames) -> set[str]:
+def names_here(state: Mapping[str, Any], names: optimizer_state.ParameterNames) -> set[str]:
     """Return the valid names for ``allow_missing``: entries, parameters, and parameters with the entry as prefix."""
     found = {*state}
     for name, value in state.items():

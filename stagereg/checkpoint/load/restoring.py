@@ -22,13 +22,13 @@ import stagereg.checkpoint.load.seeding as seeding
 from stagereg.base.machine import machine_name
 from stagereg.base.providers import providers
 from stagereg.checkpoint.extension import Candidate, CheckpointSource, RestoreExtension, RestoreRequest, SharedReader
+from stagereg.checkpoint.format.damage import Found, InaccessibleFile, differences, marks_of_shares
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.load.findings import MergedScan, ScanResult, together
 from stagereg.checkpoint.load.loading import Loading
 from stagereg.checkpoint.load.store_source import StoreSource
 from stagereg.checkpoint.store.open_store import backend_of
-from stagereg.errors import CheckpointError, CorruptCheckpointError, kind_of
+from stagereg.errors import CheckpointError, CorruptCheckpointError, kind_of, name_ranks
 from stagereg.stagers.guard import announce_write
 
 
@@ -88,6 +88,29 @@ class _Agreed(NamedTuple):
     machines: list[list[int]]  # groups of ranks that see the same files
     shared: bool  # whether all ranks see the same files
     twins: Mapping[str, list[int]]  # the result of :func:`.lowest_twins`
+
+
+class _ScanResult(NamedTuple):
+    """The results that one rank sends to rank 0."""
+
+    marks: dict[str, Found]  # digest or error of each file that this rank has checked
+    can_load: bool = True
+    left: Mapping[str, Sequence[str]] = {}  # saved parameters that this rank does not load, by entry
+    missing: Sequence[str] = ()  # parameters without saved values that ``allow_missing`` permits
+    unused: Sequence[str] = ()  # names in ``allow_missing`` that match no name on this rank
+    corrupt: str = ""  # the error if no copy of the data that this rank can read is valid
+
+
+class _MergedScan(NamedTuple):
+    """The merged results of all ranks. Rank 0 sends them to every rank."""
+
+    unclear: list[str]  # error messages for files that a rank could not access
+    missed: list[tuple[int, str]]  # ranks and the files that they did not find
+    wrong: dict[str, str]  # corrupt files with the error
+    failed: bool  # whether at least one rank cannot load
+    rests: dict[str, set[str]]  # saved parameters that no rank loads, by entry
+    missing: list[str]  # like _ScanResult.missing, on any rank
+    unused: list[str]  # like _ScanResult.unused, on all ranks
 
 
 class _Restore:
@@ -212,11 +235,11 @@ class _Attempt:
             self._source.restored(self._candidate, self._loading.files)
         return {}
 
-    def _exchange(self, look: Callable[[], ScanResult]) -> tuple[MergedScan, Mapping[str, str]]:
+    def _exchange(self, look: Callable[[], _ScanResult]) -> tuple[_MergedScan, Mapping[str, str]]:
         """Call ``look`` on each rank, and return the merged results and the corrupt files. Collective."""
 
-        def answer(looked: list[ScanResult]) -> list[MergedScan]:
-            return [together(self._chosen, self._machines, looked)] * self._ranks.size
+        def answer(looked: list[_ScanResult]) -> list[_MergedScan]:
+            return [_merge(self._chosen, self._machines, looked)] * self._ranks.size
 
         found = self._ranks.round_trip(self._failing, look, answer, self._ranks.limit)
         failing = f"{self._chosen.path} could not be read"
@@ -233,15 +256,15 @@ class _Attempt:
                 )
         return found, found.wrong
 
-    def _check(self) -> ScanResult:
+    def _check(self) -> _ScanResult:
         """Check this rank's portion of the files. Ranks that see the same files divide the files among them."""
         [own] = [machine for machine in self._machines if self._ranks.rank in machine]
         found = self._source.check(self._candidate, own.index(self._ranks.rank), len(own))
         corrupt = str(self._failure) if isinstance(self._failure, CorruptCheckpointError) else ""
-        return ScanResult(found, corrupt=corrupt)
+        return _ScanResult(found, corrupt=corrupt)
 
-    def _prepare(self, opened: ExitStack, index: bytes | None) -> ScanResult:
-        looked = self._check() if self._checks else ScanResult({})
+    def _prepare(self, opened: ExitStack, index: bytes | None) -> _ScanResult:
+        looked = self._check() if self._checks else _ScanResult({})
         try:
             if self._failure is None:
                 self._loading.prepare(opened.enter_context(self._source.files(self._candidate, index)))
@@ -250,7 +273,7 @@ class _Attempt:
         loading = self._loading
         left = {name: [*rest] for name, rest in loading.left.items()}
         missing, unused = loading.names.all_missing(), loading.names.unused
-        return ScanResult(looked.marks, self._failure is None, left, missing, unused)
+        return _ScanResult(looked.marks, self._failure is None, left, missing, unused)
 
     def _shared_index(self) -> bytes | None:
         try:
@@ -259,13 +282,13 @@ class _Attempt:
             self._failure = error
             return None
 
-    def _take_rests(self, found: MergedScan) -> bool:
+    def _take_rests(self, found: _MergedScan) -> bool:
         """Pass saved values that no rank requested to objects. Return whether a rank failed. Collective."""
         self._loading.missing = found.missing
         if not any(found.rests.values()) and not found.unused:
             return False
         try:
-            self._loading.take_rests(found)
+            self._loading.take_rests(found.rests, found.unused)
         except Exception as error:
             self._failure = error
         return any(self._ranks.run_on_all(self._failing, lambda: self._failure is not None))
@@ -280,6 +303,22 @@ class _Attempt:
         except CheckpointError as error:  # on all ranks
             self._failure = error
             return {}
+
+
+def _merge(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[_ScanResult]) -> _MergedScan:
+    """Merge the results of all ranks. ``looked``: the results in rank order. Called on rank 0."""
+    marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
+    unclear = [f"{name_ranks([of])}: {name}: {mark}" for of, name, mark in marks if isinstance(mark, InaccessibleFile)]
+    missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
+    wrong: dict[str, str] = {}
+    for machine in machines if marks else ():
+        wrong |= differences(chosen.manifest, marks_of_shares([looked[rank].marks for rank in machine]))
+    wrong |= {name_ranks([rank]): each.corrupt for rank, each in enumerate(looked) if each.corrupt}
+    left = [each.left for each in looked]
+    rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
+    missing = [*dict.fromkeys(name for each in looked for name in each.missing)]
+    unused = [name for name in looked[0].unused if all(name in each.unused for each in looked)]
+    return _MergedScan(unclear, missed, wrong, not all(each.can_load for each in looked), rests, missing, unused)
 
 
 def _raise(failure: Exception | None) -> None:

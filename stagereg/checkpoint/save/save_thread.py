@@ -1,4 +1,4 @@
-"""The thread of one save target. It writes the saves to the target one after the other.
+"""The threads of the save targets. Each thread writes the saves to its target one after the other.
 
 Each target has its own thread, so that saves to a local tier continue during a slow save to the checkpoint storage.
 
@@ -24,11 +24,12 @@ from functools import partial
 
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
+from stagereg.checkpoint.extension import Saves
 from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, ExchangeCache, write_and_commit
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.scheduling import give_way
-from stagereg.checkpoint.save.staged_copy import Write
+from stagereg.checkpoint.save.staged_copy import Request, StagedCopy, Write
 from stagereg.checkpoint.stats import CheckpointStats
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.targets import SaveTarget
@@ -36,7 +37,7 @@ from stagereg.errors import CheckpointError, SaveTimeoutError, WrittenWhileSaved
 
 _log = logging.getLogger(__name__)
 
-MOST_UNDER_WAY = 2
+_MOST_UNDER_WAY = 2
 _POLL_INTERVAL_S = 0.05  # seconds between checks whether a save has exceeded its timeout
 _IDLE_S = 1.0  # seconds between checks for requests that this rank has missed
 
@@ -261,6 +262,96 @@ class SaveThread:
         failure = kind_of([error])(" ".join(part for part in parts if part))
         failure.__cause__ = error.__cause__ if known else error
         return failure
+
+
+class SaveThreads(Saves):
+    """The threads of all targets. Each save to any target also goes to the first target, which prepares the copy.
+
+    ``targets``: in order, a local tier before the checkpoint directory; the same on all ranks. The other arguments are
+    those of :class:`SaveThread`. Called on the training thread.
+    """
+
+    def __init__(self, targets: Sequence[SaveTarget], timeout: datetime.timedelta, warns: bool = False) -> None:
+        self.stats, self.retake = CheckpointStats(), Retake(timeout.total_seconds())
+        self.all: list[SaveThread] = []
+        for target in targets:
+            self.all.append(SaveThread(target, timeout, warns, self.stats, self.retake, [*self.all]))
+        self.targets, self.last = targets, self.all[-1]  # the last target retains checkpoints longest
+        self.failures = self.last.failures  # includes the errors that kept this rank from staging
+
+    @property
+    def newest(self) -> int | None:
+        return self.last.newest
+
+    def note_newest(self, step: int | None) -> None:
+        self.last.newest = step
+
+    def ends_by(self, until: float) -> bool:
+        return self.last.ends_by(until)
+
+    @property
+    def hanging(self) -> bool:
+        """Whether the current save of some target has exceeded its timeout."""
+        return any(each.hanging for each in self.all)
+
+    def admit(self, request: Request) -> None:
+        """Wait until a save may be staged. Raises ``CheckpointError`` if an earlier save has failed or hangs."""
+        for number in request.targets:
+            thread = self.all[number]
+            thread.wait(_MOST_UNDER_WAY)
+            for each in self.all[: number + 1]:
+                each.raise_failure()
+            if any(each.hanging for each in self.all[: number + 1]):
+                thread.failures.set_status(request.step)
+                raise CheckpointError(
+                    f"Step {request.step} was not saved: an earlier save hangs. {thread.describe_newest()}"
+                )
+
+    def submit(self, request: Request, copy: StagedCopy) -> None:
+        """Queue a copy for each target of a request."""
+        for number in request.targets:
+            thread = self.all[number]
+            thread.submit(Write(request, copy, thread.target, number))
+
+    def held(self, request: Request, seconds: float) -> None:
+        """Report to the schedules how long a save has blocked the training loop. Collective."""
+        for number in request.targets:
+            self.all[number].target.schedule.held(request.step, seconds)
+
+    def wait(self) -> bool:
+        """Wait until all saves have ended or failed. Return False if a save exceeds its timeout."""
+        ended = [each.wait() for each in self.all]
+        return all(ended)
+
+    def finish(self) -> bool:
+        ended = [*(each.wait() for each in self.all[:-1]), self.last.finish()]
+        return all(ended)
+
+    def finish_before_restore(self) -> None:
+        """Wait for every save before a restore. Raises: ``CheckpointError`` if a save hangs."""
+        self.finish()
+        if self.hanging:  # the ranks still exchange messages about the save, and a restore would interfere
+            self.raise_failure()
+            raise CheckpointError("Nothing was restored: a save has not ended yet, because the storage hangs.")
+
+    def restored(self, step: int, path: str) -> None:
+        """Record that ``step`` was restored from ``path``. Called on all ranks."""
+        for each in self.all:
+            each.target.schedule.restored(step)
+            if each.target.names(path):
+                each.newest = step
+
+    def raise_failure(self) -> None:
+        for each in self.all:
+            each.raise_failure()
+
+    def describe_newest(self) -> str:
+        return self.last.describe_newest()
+
+    def close(self) -> None:
+        """End the threads. Saves that have not ended, for example because the storage hangs, will not commit."""
+        for each in self.all:
+            each.close()
 
 
 def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], Callable[[], None] | None]) -> None:

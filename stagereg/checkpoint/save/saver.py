@@ -25,7 +25,7 @@ from stagereg.base.option_text import option
 from stagereg.checkpoint.dispatch import Extensions
 from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.format.manifest import MOST
-from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.save_thread import SaveThreads
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy
 from stagereg.checkpoint.save.structure import outline
 from stagereg.checkpoint.state.nested import Spreader, expect_reachable

@@ -23,7 +23,6 @@ import stagereg.checkpoint.state.optimizer_state as optimizer_state
 import stagereg.checkpoint.state.rng as rng
 from stagereg.checkpoint.format.split_tensors import shape_of
 from stagereg.checkpoint.format.wrappers import inner_tensors, wraps
-from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError, StageregError, reason
 
@@ -70,7 +69,7 @@ def capture(
     step: int,
     rank: int,
     world_size: int,
-    names: ParameterNames,
+    names: optimizer_state.ParameterNames,
     generators: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the entries to save. They contain the live tensors; a stager copies these tensors afterwards.
@@ -115,7 +114,7 @@ def value_of(state: Mapping[str, Any], name: str) -> Any:
     return rng.generator_state(value) or value
 
 
-def current_value(state: Mapping[str, Any], name: str, names: ParameterNames) -> Any:
+def current_value(state: Mapping[str, Any], name: str, names: optimizer_state.ParameterNames) -> Any:
     """Return the state dict of the object under a name. If the object has no state dict, return the object."""
     value = value_of(state, name)
     try:

@@ -15,8 +15,7 @@ import stagereg.checkpoint.save.save_thread as module
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.committing import ExchangeCache
 from stagereg.checkpoint.save.failures import Failures
-from stagereg.checkpoint.save.save_thread import SaveThread
-from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.save_thread import SaveThread, SaveThreads
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy, Write
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.storage.dcp import DcpStorage

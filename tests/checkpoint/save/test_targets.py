@@ -13,7 +13,7 @@ import torch
 
 import stagereg.base.shutdown as shutdown
 from stagereg.checkpoint.ranks.rank_group import RankGroup
-from stagereg.checkpoint.save.save_threads import SaveThreads
+from stagereg.checkpoint.save.save_thread import SaveThreads
 from stagereg.checkpoint.save.saver import Saver
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.storage.dcp import DcpStorage
