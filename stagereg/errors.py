@@ -6,11 +6,13 @@ derives from that type. This module imports no other module of the project, and 
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import re
 import signal
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 RESUME_CODE = 75
 """Exit code of a run that saved and exited after a signal, and should be started again: EX_TEMPFAIL of sysexits.h."""
@@ -45,6 +47,9 @@ class StageregError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without the constructor, whose arguments differ between the classes
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class InstallationError(StageregError, ImportError):
@@ -81,9 +86,6 @@ class StagingError(StageregError, RuntimeError):
         where = ".".join(map(str, self.path))
         super().__init__(f"cannot stage {where!r}: {reason}" if where else f"cannot stage: {reason}")
 
-    def __reduce__(self) -> tuple[type[StagingError], tuple[tuple[object, ...], str]]:
-        return type(self), (self.path, self.reason)
-
 
 class UnstageableTypeError(StagingError, ValueError, TypeError):
     """A state dict contains a value of an unsupported type. The message contains the type and the path of the value."""
@@ -119,9 +121,6 @@ class UnevenInputsError(StageregError, RuntimeError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[type[UnevenInputsError], tuple[str, int | None]]:
-        return type(self), (str(self), self.rank)
-
 
 class PeerFailedError(JoinError, RuntimeError):
     """Another rank of a join raised an error, died or hangs, so this rank cannot continue.
@@ -135,9 +134,6 @@ class PeerFailedError(JoinError, RuntimeError):
         super().__init__(text)
         self.rank = rank
         self.message = message or text
-
-    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[str, int | None, str]]:
-        return type(self), (str(self), self.rank, self.message)
 
 
 class CheckpointError(StageregError, RuntimeError):

@@ -236,11 +236,9 @@ class Registry:
         if at:
             found = [e for e in found if e.distribution and normalized(e.distribution) == normalized(distribution)]
         if not found:
-            known = self.names(kind)
-            if why := self.uninstalled(kind, bare):
-                raise UnknownNameError(f"No {kind} named {name!r}. {why}\nAvailable: {', '.join(known) or '-'}")
-            near, more = nearest(name, [*qualified, *known]), self.unlisted(name)
-            raise UnknownNameError(f"No {kind} named {name!r}.{near}\nAvailable: {', '.join(known) or '-'}{more}")
+            known, why = self.names(kind), self.uninstalled(kind, bare)
+            hint, more = (f" {why}", "") if why else (nearest(name, [*qualified, *known]), self.unlisted(name))
+            raise UnknownNameError(f"No {kind} named {name!r}.{hint}\nAvailable: {', '.join(known) or '-'}{more}")
         if "@" in found[0].name and not at:
             raise RegistryError(
                 f"{len(qualified)} installed packages provide {kind}/{bare}. Write one of: {' or '.join(qualified)}"

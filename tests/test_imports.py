@@ -33,7 +33,7 @@ LAYERS = [
 ROOMS = [
     {"format"},
     {"store", "state"},
-    {"storage", "ranks", "stats"},
+    {"storage", "ranks"},
     {"targets"},
     {"extension"},
     {"dispatch"},

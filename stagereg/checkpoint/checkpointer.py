@@ -26,7 +26,7 @@ from stagereg.base.followers import followers
 from stagereg.base.uncaught import print_once
 from stagereg.checkpoint.dispatch import Extensions, weakly
 from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
-from stagereg.checkpoint.extension import CheckpointExtension, Due, RestoreRequest, Setup
+from stagereg.checkpoint.extension import CheckpointExtension, CheckpointStats, Due, RestoreRequest, Setup
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
 from stagereg.checkpoint.ranks.rank_group import RankGroup
@@ -35,7 +35,6 @@ from stagereg.checkpoint.save.saver import Saver, checked_state, checked_step
 from stagereg.checkpoint.save.store_target import StoreTarget
 from stagereg.checkpoint.state.nested import expect_savable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
-from stagereg.checkpoint.stats import CheckpointStats
 from stagereg.checkpoint.storage.protocol import Storage, expect_fit, name_of
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_store, path_or_url
@@ -133,14 +132,15 @@ class Checkpointer:
             *(self._ranks, process_group, training, self._store, self._stores, self._storage, names, every, self.dir),
             *(target.token, self.resume, timeout, self._hold.acquire_on_all, weakly(called.is_urged, False)),
         )
-        nearer = called.targets(setup)
+        nearer = [each for extension in called.all for each in extension.targets(setup)]
         target.schedule.start(process_group)
         self._background = SaveThreads([*nearer, *[target] * self._stores], timeout, self._failure.on_error == "warn")
         self._saver = Saver(self._background, self._stager, sharding, names, called, self._hold.acquire_to_save)
         self.stats = self._background.stats
         for each in self._background.all:
             each.listeners.append(partial(called.committed, "store" if each.target is target else "tier", each.target))
-        called.start(setup, weakref.proxy(self._background))
+        for extension in called.all:
+            extension.start(setup, weakref.proxy(self._background))
         parts = target.token, self._ranks, self._saver, self._background, called, self._save
         self._together = RankCoordinator(training, *parts)
         warn, kept = self._ranks.rank == 0 and self._save_last, (self.dir, self._saver, self._hold, self._pid)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due, Saves, Setup
+from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import RESUME_CODE, CheckpointError, reason
@@ -33,15 +33,6 @@ class Extensions:
         for each in self.all:
             found |= each.options
         return {**found, EXTENSIONS: [each.name for each in self.all]}
-
-    def targets(self, setup: Setup) -> list[SaveTarget]:
-        """Return the save targets of all extensions. Collective. Exceptions propagate."""
-        return [target for each in self.all for target in each.targets(setup)]
-
-    def start(self, setup: Setup, saves: Saves) -> None:
-        """Start all extensions. Collective. An exception propagates only on the rank where it was raised."""
-        for each in self.all:
-            each.start(setup, saves)
 
     def due(self, step: int) -> Due:
         """Call ``due()`` of every extension, once per step, and return the largest result. Exceptions propagate."""

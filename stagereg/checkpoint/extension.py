@@ -12,7 +12,7 @@ import datetime
 import enum
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from stagereg.checkpoint.format.manifest import Checkpoint, Manifest
     from stagereg.checkpoint.ranks.rank_group import RankGroup
     from stagereg.checkpoint.state.optimizer_state import ParameterNames
-    from stagereg.checkpoint.stats import CheckpointStats
     from stagereg.checkpoint.storage.protocol import Storage
     from stagereg.checkpoint.storage.reading import CheckpointFiles, Transfer
     from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -37,6 +36,30 @@ class Due(enum.IntEnum):
     NO = 0
     SAVE = 1
     LEAVE = 2  # save, and exit on all ranks
+
+
+@dataclass
+class CheckpointStats:
+    """The cost of the checkpoints of this process so far.
+
+    Attributes:
+        saves: number of committed checkpoints.
+        tier_saves: number of steps that all ranks have written to the tier.
+        bytes_staged: total bytes of tensor data that this rank has copied in committed saves.
+        stall_seconds: time in seconds for which each call to ``save`` blocked the training loop, in order of the calls.
+        write_seconds: time in seconds to write and commit each checkpoint in the background, in order of the commits.
+        on_commit_calls: number of calls to all ``on_commit`` components, on rank 0.
+        on_commit_failures: number of calls to ``on_commit`` components that raised an exception, timed out, were
+            skipped, or ended after their checkpoint was deleted.
+    """
+
+    saves: int = 0
+    tier_saves: int = 0
+    bytes_staged: int = 0
+    stall_seconds: list[float] = field(default_factory=list)
+    write_seconds: list[float] = field(default_factory=list)
+    on_commit_calls: int = 0
+    on_commit_failures: int = 0
 
 
 class Saves(Protocol):
@@ -224,7 +247,6 @@ class SharedReader(Protocol):
 
     def index(self, checkpoint: Checkpoint, ranks: RankGroup) -> bytes:
         """Return the index file's content. Collective. If a rank fails, all ranks raise ``CheckpointError``."""
-        ...
 
     def begin(
         self, checkpoint: Checkpoint, files: CheckpointFiles, transfer: Transfer, ranks: RankGroup, check: bool
@@ -234,7 +256,6 @@ class SharedReader(Protocol):
         ``check``: whether to compare the checksums of all files with the manifest. This method and the function are
         collective. If one rank fails, all ranks raise ``CheckpointError``.
         """
-        ...
 
 
 class RestoreExtension:

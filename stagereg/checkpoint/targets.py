@@ -203,4 +203,3 @@ class ReplicaSharding(Protocol):
 
     def begin_save(self) -> ReplicaSave:
         """Return a new object for one save. Called on any thread, in the same order on all ranks."""
-        ...

@@ -24,13 +24,12 @@ from functools import partial
 
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
-from stagereg.checkpoint.extension import Saves
+from stagereg.checkpoint.extension import CheckpointStats, Saves
 from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, ExchangeCache, write_and_commit
 from stagereg.checkpoint.save.failures import Failures
 from stagereg.checkpoint.save.retake import Retake
 from stagereg.checkpoint.save.scheduling import give_way
 from stagereg.checkpoint.save.staged_copy import Request, StagedCopy, Write
-from stagereg.checkpoint.stats import CheckpointStats
 from stagereg.checkpoint.store.advice import advice, causes
 from stagereg.checkpoint.targets import SaveTarget
 from stagereg.errors import CheckpointError, SaveTimeoutError, WrittenWhileSavedError, kind_of, reason
