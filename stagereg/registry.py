@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import CodeType, ModuleType
@@ -296,12 +295,8 @@ class Registry:
         return _distinct(self._installed().get((kind, bare), []), decorated)
 
     def _entries(self) -> list[Entry]:
-        packages, decorated = self._installed(), defaultdict[tuple[str, str], list[Entry]](list)
-        for own in self.decorated:
-            decorated[own.kind, own.bare].append(own)
-        keys = dict.fromkeys([*packages, *decorated])
-        found = [entry for key in keys for entry in _distinct(packages.get(key, []), decorated.get(key, []))]
-        return sorted(found, key=lambda entry: not entry.distribution)
+        keys = dict.fromkeys([*self._installed(), *((own.kind, own.bare) for own in self.decorated)])
+        return sorted((each for key in keys for each in self._named(*key)), key=lambda entry: not entry.distribution)
 
     def _installed(self) -> dict[tuple[str, str], list[Entry]]:
         if self._path == sys.path:

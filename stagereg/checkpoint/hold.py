@@ -19,7 +19,6 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 
 from stagereg.base.command import command_key
@@ -186,7 +185,7 @@ class DirectoryLock:
         how = self._resume, self.continues, self._known
         root, take = self._store.root, partial(_take, self._store, self._seconds, *how)
         try:
-            self._lock = self._store.backend.in_time(self._seconds, take, methodcaller("release"))
+            self._lock = self._store.backend.in_time(self._seconds, take, StoreLock.release)
         except PermissionError as error:
             if not self._store.backend.remote:
                 raise

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,11 +72,7 @@ class ParameterNames:
             CheckpointError: two parameters have the same name.
         """
         params, found = parameters_of(optimizer), self._found.get(optimizer)
-        if (
-            found is None
-            or len(params) != len(found.by_parameter)
-            or not all(map(operator.is_, params, found.by_parameter))
-        ):
+        if found is None or [*map(id, params)] != [*map(id, found.by_parameter)]:
             found = self._found[optimizer] = _names(optimizer, params, state)
         return found
 
