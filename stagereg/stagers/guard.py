@@ -1,10 +1,11 @@
 """Determines the memory that only an optimizer writes, and calls back before each write.
 
-A :class:`WriteGuard` calls back before any torch optimizer steps, before any module loads a state dict, before any CUDA
-graph is replayed (torch 2.14 and newer), and in :func:`announce_write`. It uses a global pre-hook of optimizer steps,
-which is called for all implementations (default, foreach, fused), for ``ZeroRedundancyOptimizer`` and for its inner
-optimizer. It tracks the optimizers that have stepped since its creation, or that were passed to it. Their parameters
-that require gradients, and their state, are the memory that no other code should write between two steps.
+A :class:`WriteGuard` calls back before any torch optimizer steps, before any module loads a state dict, before a replay
+of a CUDA graph that may contain an optimizer step (torch 2.14 and newer), and in :func:`announce_write`. It uses a
+global pre-hook of optimizer steps, which is called for all implementations (default, foreach, fused), for
+``ZeroRedundancyOptimizer`` and for its inner optimizer. It tracks the optimizers that have stepped since its creation,
+or that were passed to it. Their parameters that require gradients, and their state, are the memory that no other code
+should write between two steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class WriteGuard:
         self._owned: dict[tuple[int, int], int] = {}
         self._before_write = weakref.WeakMethod(before_write)
         self._removes = [BEFORE_STEPS.add(self._before_step), LOADS.add(self._before_load)]
-        self._removes.append(REPLAYS.add(self._before_load))
+        self._removes.append(REPLAYS.add(self._before_replay))
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if is_capturing():
@@ -48,6 +49,10 @@ class WriteGuard:
     def _before_load(self, _: object) -> None:
         if (before_write := self._before_write()) is not None:
             before_write()
+
+    def _before_replay(self, _: object) -> None:
+        if any(self._may_replay(optimizer) for optimizer in [*self._captured, *self._optimizers]):
+            self._before_load(None)  # otherwise the graph has no optimizer step, only a forward or backward pass
 
     def watch(self, optimizer: Optimizer) -> None:
         """Register an optimizer that has not stepped yet and is in no CUDA graph."""

@@ -101,6 +101,17 @@ def test_what_a_replay_writes_is_copied_before_it_if_torch_announces_replays(
     assert torch.equal(future.result(WAIT_S)["w"], before)
 
 
+def test_a_replay_of_a_forward_pass_does_not_end_a_copy(fake_device: FakeDevice, late: Late) -> None:
+    stager, gate = late
+    one = OneWeight(stager)
+    future = stager.stage(one.state)
+    waits = fake_device.waits()
+    REPLAYS.call(object())  # no optimizer was captured
+    assert fake_device.waits() == waits, "training goes on beside the copy"
+    gate.set()
+    assert torch.equal(future.result(WAIT_S)["w"], one.weight)
+
+
 def test_a_stager_refuses_to_stage_during_a_capture_and_goes_on_afterwards(fake_device: FakeDevice, late: Late) -> None:
     stager, gate = late
     gate.set()
