@@ -8,6 +8,7 @@ such as the step counts of torch's ``Adam``: the host writes to them although th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -55,8 +56,9 @@ class StateTensors:
                 names.for_optimizer(each, state)  # caches the names of parameters, which come from the whole state
             self._look(entries.capture(objects, 0, 0, 1, names))
         self.spare: list[list[torch.Tensor]] = []  # memory for copies of ``small``
-        kinds = [(x.device, x.dtype) for x in self.small]
-        self._alike = [[i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
+        self.small.sort(key=_kind)
+        counts = [len([*alike]) for _, alike in itertools.groupby(self.small, _kind)]
+        self._alike = [slice(end - n, end) for n, end in zip(counts, itertools.accumulate(counts), strict=True)]
         self.devices = {x.device for x in (*self.small, *self.watched) if not is_on_host(x)}
         self.is_written_by_host = not self.devices or any(map(is_on_host, self.watched))
         if self.devices:
@@ -77,8 +79,8 @@ class StateTensors:
         """Copy ``small`` on the current streams, into memory in ``spare`` if there is any."""
         copies = self.spare.pop() if self.spare else [*map(torch.empty_like, self.small)]
         with torch.no_grad():
-            for alike in self._alike:  # torch copies only such tensors in one kernel
-                torch._foreach_copy_([copies[i] for i in alike], [self.small[i] for i in alike])
+            for alike in self._alike:  # of one dtype and device, as torch's fast implementation requires
+                torch._foreach_copy_(copies[alike], self.small[alike])
         return copies
 
     def has_moved(self) -> bool:
@@ -124,6 +126,10 @@ class StateTensors:
     def _find_addresses(self) -> list[int]:
         params = [x for each in _optimizers(self.objects) for group in each.param_groups for x in group["params"]]
         return [each.data_ptr() for x in (*params, *self._buffers(self.objects)) for each in inner_tensors(x)]
+
+
+def _kind(x: torch.Tensor) -> str:
+    return f"{x.device} {x.dtype}"
 
 
 def _optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
