@@ -79,7 +79,7 @@ class StateTensors:
         """Copy ``small`` on the current streams, into memory in ``spare`` if there is any."""
         copies = self.spare.pop() if self.spare else [*map(torch.empty_like, self.small)]
         with torch.no_grad():
-            for alike in self._alike:  # of one dtype and device, as torch's fast implementation requires
+            for alike in self._alike:  # one dtype and device per call, for which torch has a fast implementation
                 torch._foreach_copy_(copies[alike], self.small[alike])
         return copies
 

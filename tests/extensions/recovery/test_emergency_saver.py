@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.store.failpoints as failpoints
+import stagereg.extensions.recovery.state_tensors as state_tensors
 from stagereg.assembly import Checkpointer
 from stagereg.base.rank_failures import responding, response
 from stagereg.checkpoint.state.entries import per_rank
@@ -134,6 +137,8 @@ def restored(rank: int, world_size: int, root: str, how: str) -> dict[str, Any]:
     step = checkpointer.restore(training.state)
     found = {"step": step, "was": training.copy(), "position": training.sampler.state_dict()}
     found["own"] = training.state["own"].value
+    found["rate"] = training.optimizer.param_groups[0]["lr"]
+    found["steps"] = {own["step"].item() for own in training.optimizer.state.values()}
     checkpointer.close()
     return found
 
@@ -155,6 +160,50 @@ def test_those_who_are_left_save_the_last_step_as_it_was(tmp_path: Path, how: st
         assert found[rank]["position"]["consumed"] == 2 * STEPS
         assert (found[rank]["position"]["rank"], found[rank]["own"]) == (rank, [-1 if rank == lost else rank])
     assert open_store(root).checkpoints()[0][0].manifest.lost == {str(lost): ["random numbers", "own"]}
+
+
+class Accelerator:
+    """Executes queued work at once, until it waits in a collective. Tensors with dimensions are in its memory."""
+
+    waits = False
+
+    def record_event(self) -> Any:
+        recorded_late = self.waits
+        return SimpleNamespace(query=lambda: not recorded_late)
+
+    def install(self) -> None:
+        state_tensors.is_on_host = lambda x: x.ndim == 0
+        torch.accelerator.current_stream = lambda _: self
+        torch.Stream = lambda _: contextlib.nullcontext()
+
+
+def queue_next_step(training: Training, rank: int) -> None:
+    """As a rank whose optimizer waits on the accelerator behind a collective, while the host goes on."""
+    begin_next_step(training, rank)
+    torch.accelerator.current_stream(None).waits = True
+    whole = saver_of(training.checkpointer)._whole
+    whole._before_write()
+    for own in training.optimizer.state.values():
+        own["step"] += 1
+    training.optimizer.param_groups[0]["lr"] = 7.0
+    whole.note(STEPS + 1, training.state)
+
+
+def lose_on_accelerators(rank: int, world_size: int, root: str) -> tuple[str, dict[str, torch.Tensor]]:
+    Accelerator().install()  # for the rest of this process
+    return lose(rank, world_size, root, "batch norm", (1,), queue_next_step)
+
+
+def test_those_whose_accelerators_wait_in_a_collective_save_the_step_before(tmp_path: Path) -> None:
+    root = str(tmp_path / "kept")
+    told = run_ranks(lose_on_accelerators, 3, args=(root,))
+    assert {each for each, _ in told if each} == {
+        f"Ranks 0, 2 saved step 3, in {root}/step-00000003; missing from rank 1: {LACKS}. {ALONE}"
+    }
+    found = run_ranks(restored, 3, args=(root, "batch norm"))
+    for rank in range(3):
+        assert (found[rank]["step"], found[rank]["rate"], found[rank]["steps"]) == (3, 0.1, {3.0})
+        assert all(torch.equal(found[rank]["was"][name], x) for name, x in told[rank][1].items())
 
 
 def test_replicas_of_shards_save_and_shards_alone_do_not(tmp_path: Path) -> None:

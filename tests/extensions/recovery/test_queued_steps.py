@@ -312,7 +312,9 @@ def test_what_an_abort_leaves_is_not_saved_then_or_later(run: Run) -> None:
 
 def test_an_abort_that_has_not_reached_the_optimizer_leaves_the_last_step(run: Run) -> None:
     was = run.copy()
-    run.step()
+    run.forward()
+    run.reduce()
+    run.update()
     abort()
     assert run.whole.hold() == ""
     assert run.taken() == was
@@ -392,6 +394,19 @@ def test_state_that_a_queued_step_has_replaced_is_not_saved(run: Run, act: Calla
     act(run)
     assert run.whole.hold() == ""
     with pytest.raises(CheckpointError, match=REPLACED):
+        run.taken()
+
+
+def test_an_option_that_the_host_changes_as_it_is_taken_is_not_saved(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = end_of_step.entries.capture
+
+    def later(*args: Any) -> dict[str, Any]:
+        run.optimizer.param_groups[0]["lr"] = 7.0
+        return capture(*args)
+
+    monkeypatch.setattr(end_of_step.entries, "capture", later)
+    assert run.whole.hold() == ""
+    with pytest.raises(CheckpointError, match=CHANGED):
         run.taken()
 
 
