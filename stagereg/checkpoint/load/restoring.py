@@ -2,8 +2,8 @@
 
 Rank 0 lists the candidates: the checkpoints from all sources, such as the checkpoint directory. The ranks restore the
 first candidate that has no rejection and no corrupt file. Ranks that see the same files divide the files among them,
-and compare the content with the manifest. A file that cannot be accessed is an error, not corruption. Every rank then
-reads the entries that are not read directly into live tensors. No object changes before all ranks can load.
+and compare the content with the manifest. A file that cannot be accessed is an error, not corruption. Meanwhile, every
+rank reads the entries that are not read directly into live tensors. No object changes before all ranks can load.
 
 From an object store or a network file system, each byte is read and checked by one rank (:class:`.SharedReader`). Some
 objects may already have changed when this rank finds corruption. The next candidate then overwrites all changes.
@@ -12,6 +12,7 @@ objects may already have changed when this rank finds corruption. The next candi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -256,24 +257,29 @@ class _Attempt:
                 )
         return found, found.wrong
 
-    def _check(self) -> _ScanResult:
+    def _digests(self) -> dict[str, Found]:
         """Check this rank's portion of the files. Ranks that see the same files divide the files among them."""
         [own] = [machine for machine in self._machines if self._ranks.rank in machine]
-        found = self._source.check(self._candidate, own.index(self._ranks.rank), len(own))
+        return self._source.check(self._candidate, own.index(self._ranks.rank), len(own))
+
+    def _check(self) -> _ScanResult:
         corrupt = str(self._failure) if isinstance(self._failure, CorruptCheckpointError) else ""
-        return _ScanResult(found, corrupt=corrupt)
+        return _ScanResult(self._digests(), corrupt=corrupt)
 
     def _prepare(self, opened: ExitStack, index: bytes | None) -> _ScanResult:
-        looked = self._check() if self._checks else _ScanResult({})
-        try:
-            if self._failure is None:
-                self._loading.prepare(opened.enter_context(self._source.files(self._candidate, index)))
-        except Exception as error:
-            self._failure = self._loading.names.explain(error)
+        """Check the files on another thread, while this thread reads into new memory, which no object uses yet."""
+        with ThreadPoolExecutor(1, thread_name_prefix="stagereg-check") as checking:
+            digests = checking.submit(self._digests) if self._checks else None
+            try:
+                if self._failure is None:
+                    self._loading.prepare(opened.enter_context(self._source.files(self._candidate, index)))
+            except Exception as error:
+                self._failure = self._loading.names.explain(error)
+            found = {} if digests is None else digests.result()
         loading = self._loading
         left = {name: [*rest] for name, rest in loading.left.items()}
         missing, unused = loading.names.all_missing(), loading.names.unused
-        return _ScanResult(looked.marks, self._failure is None, left, missing, unused)
+        return _ScanResult(found, self._failure is None, left, missing, unused)
 
     def _shared_index(self) -> bytes | None:
         try:
