@@ -13,5 +13,4 @@ class DiskTier(Tier):
     durable = True
 
     def prepare(self) -> str:
-        """Create the folder and return its path. Raises: ``ConfigError`` or ``OSError`` if the folder is unusable."""
         return made(self.dir)

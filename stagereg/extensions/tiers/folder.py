@@ -9,18 +9,21 @@ unique token in its name, so a process that outlives a restart of its run cannot
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import shlex
 import stat
 from collections.abc import Collection, Iterator, Sequence
+from typing import IO
 
 from stagereg.base.machine import boot_id
 from stagereg.base.option_text import option
 from stagereg.base.small_files import (
     UnfitFileError,
     discard,
+    open_regular,
     read_small,
     replace_small,
     sync,
@@ -189,6 +192,22 @@ def read_own(path: str) -> bytes:
     return b""
 
 
+def open_own(path: str) -> IO[bytes]:
+    """Open a file that this user owns for reading. Raises the errors of :func:`.open_regular`."""
+    return open(path, "rb", buffering=0, opener=functools.partial(open_regular, owner=os.geteuid()))
+
+
+def read_or_skip(path: str) -> bytes:
+    """Return the content of a small file, which any user may own; empty, if needed with a warning, if unreadable."""
+    try:
+        return read_small(path)
+    except UnfitFileError as error:
+        warn_skipped(path, error)
+    except OSError:
+        pass
+    return b""
+
+
 def read_part(folder: str, name: str, owner: int | None = None) -> Part:
     """Read the manifest of a part. If the user ID ``owner`` is given, that user must own the file.
 
@@ -237,10 +256,6 @@ def names_part(name: str) -> bool:
 def notes_of_part(folder: str, name: str) -> tuple[tuple[str, ...], bool]:
     """Return the machines that have a copy of the part with this manifest, and whether the part itself is a copy."""
     copied = ""
-    try:
-        copied = read_small(f"{folder}/{name}{_COPIED}").decode()
-    except UnfitFileError as error:
-        warn_skipped(f"{folder}/{name}{_COPIED}", error)
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(UnicodeDecodeError):
+        copied = read_or_skip(f"{folder}/{name}{_COPIED}").decode()
     return tuple(copied.split("\n")) if copied else (), os.path.exists(f"{folder}/{name}{_RECEIVED}")

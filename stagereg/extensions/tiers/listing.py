@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import stagereg.base.output as output
 from stagereg.base.machine import boot_id
 from stagereg.base.output import size_text
-from stagereg.base.small_files import UnfitFileError, open_regular, read_small, warn_skipped
+from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import InaccessibleFile, damage_of, difference
 from stagereg.checkpoint.format.manifest import FileDigest, step_of
 from stagereg.checkpoint.store.lock import Owner, holder
 from stagereg.errors import CheckpointError
-from stagereg.extensions.tiers.folder import BOOT, NOTE, names_part, notes_of_part, read_part
+from stagereg.extensions.tiers.folder import BOOT, NOTE, names_part, notes_of_part, read_or_skip, read_part
 from stagereg.extensions.tiers.inventory import ROLLED_BACK, Lineage, lineage_of
 from stagereg.extensions.tiers.part import TOKEN, Part, PartFile
 
@@ -258,23 +258,12 @@ def _is_run(path: str) -> bool:
 
 
 def _run(path: str, names: list[str], look: Callable[[str], object] | None) -> _Run:
-    lineage = lineage_of([_note(f"{path}/{NOTE}")], os.path.basename(path))
-    boot = _note(f"{path}/{BOOT}").decode(errors="replace")
+    lineage = lineage_of([read_or_skip(f"{path}/{NOTE}")], os.path.basename(path))
+    boot = read_or_skip(f"{path}/{BOOT}").decode(errors="replace")
     places = [f"{path}/{name}" for name in names if step_of(name) is not None and os.path.isdir(f"{path}/{name}")]
     steps = [_step(place, lineage, boot, look) for place in places]
     there = [each for each in steps if os.path.isdir(each.path)]
     return _Run(path, sorted(there, key=lambda each: each.order, reverse=True), holder(path))
-
-
-def _note(path: str) -> bytes:
-    """Return the content of a small file, which any user may own; empty if the file cannot be read."""
-    try:
-        return read_small(path)
-    except UnfitFileError as error:
-        warn_skipped(path, error)
-    except OSError:
-        pass
-    return b""
 
 
 def _step(path: str, lineage: Lineage | None, boot: str, look: Callable[[str], object] | None) -> _Step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +11,9 @@ from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import stagereg.extensions.tiers.wire as wire
-from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import CheckpointError, CorruptCheckpointError
+from stagereg.extensions.tiers.folder import open_own
 from stagereg.extensions.tiers.part import Part, PartFile, SaveId
 
 _STREAMS = 3  # connections that transfer the blocks of one part concurrently
@@ -175,12 +174,9 @@ class _Sending:
         if link.is_readable(0):  # while blocks are sent, the server sends nothing but errors
             raise CheckpointError(str(link.receive().get("error"))[:1000])
         span = self._part.files[name].block(number)
-        descriptor = open_regular(f"{self._directory}/{name}", owner=os.geteuid())
-        try:
+        with open_own(f"{self._directory}/{name}") as file:
             link.send({"do": "block", "file": name, "block": number}, more=True)
-            link.send_file(descriptor, span.start, len(span))
-        finally:
-            os.close(descriptor)
+            link.send_file(file.fileno(), span.start, len(span))
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:

@@ -23,11 +23,11 @@ from typing import Any
 import stagereg.extensions.tiers.wire as wire
 from stagereg.base.address import listen, own_address
 from stagereg.base.forks import private_memory
-from stagereg.base.small_files import discard, open_regular, sync, write_new
+from stagereg.base.small_files import discard, sync, write_new
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.errors import CheckpointError, reason
-from stagereg.extensions.tiers.folder import MachineFolder
+from stagereg.extensions.tiers.folder import MachineFolder, open_own
 from stagereg.extensions.tiers.part import Part, SaveId
 
 _log = logging.getLogger(__name__)
@@ -281,14 +281,12 @@ class _Session:
             raise CheckpointError(f"this machine does not have the file {name!r:.100} of the requested part")
         span = part.files[name].block(request["block"])
         path = f"{self._folder.directory(part.save)}/{name}"
-        descriptor = open_regular(path, owner=os.geteuid())
-        try:
-            self._connection.send({"nbytes": len(span)}, more=True)
-            self._connection.send_file(descriptor, span.start, len(span))
-        except OSError as error:  # the client would read an error message as bytes of the file
-            raise ConnectionAbortedError(f"{path}: {error}") from error
-        finally:
-            os.close(descriptor)
+        with open_own(path) as file:
+            try:
+                self._connection.send({"nbytes": len(span)}, more=True)
+                self._connection.send_file(file.fileno(), span.start, len(span))
+            except OSError as error:  # the client would read an error message as bytes of the file
+                raise ConnectionAbortedError(f"{path}: {error}") from error
 
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
         part = Part.loads(request["part"])
