@@ -157,7 +157,6 @@ class Rank:
         shutdown.exit_now(1)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
-        """Call ``save``, then exit this rank unless its job has ended within ``mercy_s``. See :class:`.ThisRank`."""
         save()
         if not self.store.ended.wait(mercy_s):
             self._report_failure(cause(), mercy_s)
@@ -189,7 +188,6 @@ class Rank:
         return first(self.extensions, lambda each: each.cause()) or Cause("", True)
 
     def note(self, why: str) -> None:
-        """Notify all extensions why this start of the run fails. Thread-safe."""
         answers(self.extensions, lambda each: each.noted(self, why))
 
     def _expect_no_failure(self) -> tuple[int, ...]:

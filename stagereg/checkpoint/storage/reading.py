@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -161,25 +162,28 @@ def read_index(checkpoint: Checkpoint) -> bytes:
     return data
 
 
-class Readable(Protocol):
-    """A file that a :class:`Transfer` reads. Thread-safe if it is ``local``. The methods raise ``OSError``."""
+class Readable(ABC):
+    """A file that a :class:`Transfer` reads. Thread-safe if it is ``local``: on this machine."""
 
-    @property
-    def local(self) -> bool:
-        """Whether the file is on this machine."""
+    local: bool
 
+    @abstractmethod
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory`` with the bytes at ``offset``. Raises: ``OSError``, for example if the file is too short."""
 
+    @abstractmethod
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes at ``offset``, like :meth:`read_into`. Thread-safe."""
+        """Fill ``memory`` like :meth:`read_into`. Needs only one request for a remote file. Thread-safe."""
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Return the ``length`` bytes at ``offset``."""
+        """Return the ``length`` bytes at ``offset``. Raises the errors of :meth:`read_into`."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return data
 
 
-class File:
-    """A file of a checkpoint, open for reading. Thread-safe if it is ``local``."""
+class File(Readable):
+    """A file of a checkpoint, open for reading."""
 
     def __init__(self, path: str) -> None:
         self._path, self._backend = path, backend_of(path)
@@ -190,7 +194,6 @@ class File:
             raise CheckpointError(f"{path} is not a regular file") from error
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes at ``offset``. Raises: ``OSError``, for example if the file is too short."""
         while memory:
             if self.local:
                 count = os.preadv(self.stream.fileno(), [memory], offset)
@@ -202,7 +205,6 @@ class File:
             memory, offset = memory[count:], offset + count
 
     def fetch_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` like :meth:`read_into`. Needs only one request for a remote file. Thread-safe."""
         if self.local:
             self.read_into(offset, memory)
             return
@@ -210,11 +212,6 @@ class File:
         if len(data) != len(memory):
             raise OSError(f"{self._path} ends at byte {offset + len(data)}")
         memory[:] = data
-
-    def read(self, offset: int, length: int) -> bytearray:
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return data
 
 
 def _memory_for(leaf: Leaf) -> torch.Tensor:

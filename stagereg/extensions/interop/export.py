@@ -127,7 +127,8 @@ def _tensor_files(
             raise CheckpointError(f"safetensors cannot store {name!r}, which wraps other tensors. Write a .pt instead.")
     about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
     divided = _divided(kinds, options.file_bytes)
-    paths = [out] if len(divided) == 1 else [_numbered(out, i, len(divided)) for i in range(1, len(divided) + 1)]
+    stems = [f"{out.stem}-{i:05}-of-{len(divided):05}" for i in range(1, len(divided) + 1)]  # as in transformers
+    paths = [out] if len(divided) == 1 else [out.with_name(f"{stem}{SAFETENSORS}") for stem in stems]
     by_path = dict(zip(paths, divided, strict=True))
     contents: _Contents = {
         path: partial(_write_tensors, checkpoint.files, leaves, each, about) for path, each in by_path.items()
@@ -154,11 +155,6 @@ def _divided(kinds: _Kinds, most: int | None) -> list[_Kinds]:
         divided[-1][name] = dtype, shape
         size += nbytes
     return divided
-
-
-def _numbered(out: Path, number: int, count: int) -> Path:
-    """Return the path of file ``number`` of ``count`` files, in the naming scheme of transformers."""
-    return out.with_name(f"{out.stem}-{number:05}-of-{count:05}{SAFETENSORS}")
 
 
 def _family(out: Path) -> list[Path]:

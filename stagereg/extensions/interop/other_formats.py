@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -19,6 +20,7 @@ _log = logging.getLogger(__name__)
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin")
 _MOST_FILES, _LOOKED_INTO = 1000, 5  # maximum number of files that are listed, and that are opened
+_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin", re.DOTALL)  # names of files in a model directory
 _HEAD_BYTES = 1 << 10
 _ZIP = b"PK\x03\x04"
 _FIRST_RECORD = b"data.pkl"  # first record in an archive of torch.save or TorchScript
@@ -75,7 +77,7 @@ def _what(path: Path) -> tuple[str, str] | None:
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         names = os.listdir(path)
-        if "config.json" in names and any(map(_has_weights, names)):
+        if "config.json" in names and any(map(_WEIGHTS.fullmatch, names)):
             return "a model directory of Hugging Face", _TRANSFORMERS
         return None
     if not stat.S_ISREG(mode):
@@ -91,7 +93,3 @@ def _what(path: Path) -> tuple[str, str] | None:
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size - 8:
         return "a safetensors file", _SAFETENSORS
     return "a file", ""
-
-
-def _has_weights(name: str) -> bool:
-    return name.endswith(".safetensors") or (name.startswith("pytorch_model") and name.endswith(".bin"))

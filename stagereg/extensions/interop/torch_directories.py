@@ -38,7 +38,11 @@ def look(backend: Backend, path: str, there: Mapping[str, int | str]) -> Verific
     writer, storage = (DCP_WRITER, "dcp") if name == CHECKSUMS else (TORCH, "torch_dcp")
     manifest, wrong = Manifest(step, 0, 0, {}, storage, _modified(f"{path}/{name}")), {}
     try:
-        content = _read(backend, path, name, there[name])
+        if isinstance(size := there[name], str):
+            raise ValueError(size)
+        if size > _MOST_BYTES:
+            raise ValueError(f"the file is too large: {size:,} bytes")
+        content = backend.read(f"{path}/{name}")
         if writer == DCP_WRITER:
             manifest = Manifest.loads(content)
             wrong = differences(manifest, there)
@@ -79,14 +83,6 @@ def _file_sizes(content: bytes) -> dict[str, int]:
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     return sizes
-
-
-def _read(backend: Backend, path: str, name: str, there: int | str) -> bytes:
-    if isinstance(there, str):
-        raise ValueError(there)
-    if there > _MOST_BYTES:
-        raise ValueError(f"the file is too large: {there:,} bytes")
-    return backend.read(f"{path}/{name}")
 
 
 def _followed(path: str, there: int | str) -> int | str:

@@ -20,11 +20,11 @@ from functools import partial
 from mmap import ACCESS_COPY, mmap
 from typing import NamedTuple
 
-from stagereg.base.small_files import open_regular
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.storage.aligned import BLOCK_BYTES, address
+from stagereg.checkpoint.storage.reading import Readable
 from stagereg.errors import CheckpointError, CorruptCheckpointError, reason
-from stagereg.extensions.tiers.folder import MachineFolder
+from stagereg.extensions.tiers.folder import MachineFolder, open_own
 from stagereg.extensions.tiers.inventory import TierStep
 from stagereg.extensions.tiers.part import Part, PartFile
 from stagereg.extensions.tiers.peer import Peer
@@ -152,15 +152,14 @@ class StepReader(ExitStack):
 
     def _map(self, name: str) -> memoryview:
         if name not in self._mapped:
-            descriptor = open_regular(f"{self._folder.directory(self.step.save)}/{name}", owner=os.geteuid())
-            self.callback(os.close, descriptor)
-            empty = os.fstat(descriptor).st_size == 0
+            file = self.enter_context(open_own(f"{self._folder.directory(self.step.save)}/{name}"))
+            empty = os.fstat(file.fileno()).st_size == 0
             # Copy-on-write: writes by this process do not change the file.
-            self._mapped[name] = memoryview(b"" if empty else mmap(descriptor, 0, access=ACCESS_COPY))
+            self._mapped[name] = memoryview(b"" if empty else mmap(file.fileno(), 0, access=ACCESS_COPY))
         return self._mapped[name]
 
 
-class BlockFile:
+class BlockFile(Readable):
     """One file of a step, as the source of a transfer. Thread-safe."""
 
     local = True
@@ -172,8 +171,3 @@ class BlockFile:
         self._reader.read_into(self._name, offset, memory)
 
     fetch_into = read_into
-
-    def read(self, offset: int, length: int) -> bytearray:
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return data
