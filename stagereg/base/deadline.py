@@ -1,4 +1,4 @@
-"""A deadline for all retries on a thread."""
+"""A deadline for all retries on a thread, and a time limit for one call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _thread = threading.local()  # the deadline of each thread's current call
 
@@ -26,3 +30,20 @@ def until() -> float:
     """Return the deadline of retries on this thread, as a value of ``time.monotonic()``; infinity if none is set."""
     found: float = getattr(_thread, "until", math.inf)
     return found
+
+
+def answer_within(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return ``call()``, which another thread calls; ``None`` if it raises an exception or takes longer."""
+    answer: Future[T | None] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except Exception:
+            answer.set_result(None)
+
+    threading.Thread(target=work, name="stagereg-answer", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        return None

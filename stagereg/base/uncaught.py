@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 import stagereg.base.output as output
+from stagereg.base.deadline import answer_within
 from stagereg.errors import StageregError
 
 _PRINTED_S = 2.0  # seconds to wait until the chosen rank has printed the error; then this rank prints the error
@@ -71,19 +70,7 @@ class _Hook:
 
     def _ask(self, call: Callable[[Any], int | None]) -> int | None:
         """Return the result of ``call`` with the store; ``None`` if the store is unreachable or does not respond."""
-        answer: Future[int | None] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(call(self.group().get_group_store()))
-            except Exception:  # the store is unreachable, or the process group was destroyed
-                answer.set_result(None)
-
-        threading.Thread(target=ask, name="stagereg-uncaught", daemon=True).start()
-        try:
-            return answer.result(_ANSWER_S)
-        except TimeoutError:
-            return None
+        return answer_within(_ANSWER_S, lambda: call(self.group().get_group_store()))
 
 
 def _wait_for(store: Any, key: str, seconds: float) -> bool:

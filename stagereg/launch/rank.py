@@ -12,7 +12,6 @@ import inspect
 import json
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 import stagereg.base.shutdown as shutdown
 from stagereg.base.command import publish_run, resume_overrides
 from stagereg.base.crash_report import format_error
+from stagereg.base.deadline import answer_within
 from stagereg.base.machine import end_with, ranks_here
 from stagereg.base.output import warn
 from stagereg.base.overrides import quoted
@@ -159,22 +159,16 @@ class Rank:
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
         save()
         if not self.store.ended.wait(mercy_s):
-            self._report_failure(cause(), mercy_s)
-            shutdown.exit_now(1)
+            found = cause()
 
-    def _report_failure(self, cause: Cause, limit_s: float) -> None:
-        def report() -> None:
-            try:
+            def report() -> bool:
                 if self.store.is_first("a loss"):
-                    self._report(None, cause)
-            except RuntimeError:  # the store raises it if the machine of the store has failed
-                self._print(cause.text)
+                    self._report(None, found)
+                return True
 
-        reporting = threading.Thread(target=report, daemon=True)  # hangs if the store has failed too
-        reporting.start()
-        reporting.join(limit_s)
-        if reporting.is_alive():
-            self._print(cause.text)
+            if answer_within(mercy_s, report) is None:  # the machine of the store has failed too
+                self._print(found.text)
+            shutdown.exit_now(1)
 
     def failed_ranks(self) -> set[int]:
         """Return the ranks that extensions have detected as failed. Thread-safe."""

@@ -19,10 +19,8 @@ import datetime
 import logging
 import pickle
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -30,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from stagereg.base.deadline import answer_within
 from stagereg.base.pages import view_of
 from stagereg.errors import CheckpointError, RankMismatchError, StageregError, global_ranks, kind_of, name_ranks, reason
 from stagereg.kernel.broken import abort, is_broken_operation, is_timeout
@@ -314,19 +313,7 @@ class RankGroup:
 
     def _ask(self, call: Callable[[], T]) -> T | None:
         """Return the result of a call to the rendezvous store, or ``None`` if the store does not respond in time."""
-        answer: Future[T | None] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(call())
-            except RuntimeError:
-                answer.set_result(None)
-
-        threading.Thread(target=ask, name="stagereg-ask", daemon=True).start()
-        try:
-            return answer.result(_ANSWER_S)
-        except TimeoutError:
-            return None
+        return answer_within(_ANSWER_S, call)
 
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Call ``act`` on every rank, and return the results in rank order. Collective.
