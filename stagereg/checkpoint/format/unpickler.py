@@ -111,21 +111,12 @@ class BoundedUnpickler(pickle._Unpickler):
         self._count([state])
         self.build(self.stack[-1], state)
 
-    def _appended(self) -> None:
-        self._extend([self.stack.pop()])
-
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
             raise ValueError("the pickle appends to an object that is not a list")
         self.stack[-1].extend(items)
 
-    def _item_set(self) -> None:
-        items = self.stack[-2:]
-        del self.stack[-2:]
-        self.set_items(self.stack[-1], items)
-
-    def _items_set(self) -> None:
-        items = self.pop_mark()
+    def _set(self, items: list[Any]) -> None:
         self.set_items(self.stack[-1], items)
 
     dispatch: ClassVar[Any] = _Instructions({code: pickle._Unpickler.dispatch[code] for code in _TORCH_SAVE + _PICKLE})
@@ -138,8 +129,8 @@ class BoundedUnpickler(pickle._Unpickler):
         pickle.REDUCE[0]: _called,
         pickle.NEWOBJ[0]: _called,
         pickle.BUILD[0]: _built,
-        pickle.APPEND[0]: _appended,
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
         pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
-        pickle.SETITEM[0]: _item_set,
-        pickle.SETITEMS[0]: _items_set,
+        pickle.SETITEM[0]: lambda self: self._set([self.stack.pop(-2), self.stack.pop()]),
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
     }

@@ -85,8 +85,7 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 def cloned(x: torch.Tensor) -> torch.Tensor:
     """Return a copy whose inner tensors are in host memory, each in a storage without other elements."""
     spec = flatten(x)
-    copy: torch.Tensor = spec.unflatten([each.detach().cpu().clone() for each in spec.tensors])
-    return copy
+    return spec.unflatten([each.detach().cpu().clone() for each in spec.tensors])
 
 
 def owning(x: torch.Tensor) -> torch.Tensor:

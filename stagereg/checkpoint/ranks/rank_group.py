@@ -188,8 +188,7 @@ class RankGroup:
             return name_ranks(ranks)
 
     def machine_of(self, rank: int) -> str:
-        found: str = self._store.get(f"machine/{rank}").decode()
-        return found
+        return self._store.get(f"machine/{rank}").decode()
 
     def check_still_all(self) -> None:
         """Raise ``CheckpointError`` if ``torch.distributed`` was initialised after this object was constructed."""
@@ -224,8 +223,7 @@ class RankGroup:
                         raise
                     # The all-reduce continues, so the ranks save together again once the slow rank takes part.
                     raise CheckpointError(f"The ranks could not agree on a step in {limit}: {reason(error)}") from error
-            found: list[float] = greatest.tolist()
-            return found
+            return greatest.tolist()
 
         return wait
 

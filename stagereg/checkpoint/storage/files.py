@@ -168,8 +168,7 @@ def torch_reader(path: StrPath, unpack: Callable[[bytes], bytes] | None = None) 
     extension has such a reader.
     """
     for each in providers("readers"):
-        reader: StorageReader = each.FilesReader(path, unpack)
-        return reader
+        return each.FilesReader(path, unpack)
     raise CheckpointError(f"torch's reader of {os.fspath(path)} {needs('interop')}")
 
 

@@ -110,10 +110,9 @@ def named(name: str, own: Storage) -> Storage:
         return own
     try:
         ours = name + _OURS in registry.names("storage")
-        storage: Storage = registry.build("storage", name + _OURS if ours else name)
+        return registry.build("storage", name + _OURS if ours else name)
     except (StageregError, TypeError) as error:
         raise CheckpointError(
             f"The checkpoint was written by the storage {name!r}, which cannot be built. Install or import its "
             f"package, or pass the storage to the Checkpointer: {error}"
         ) from error
-    return storage

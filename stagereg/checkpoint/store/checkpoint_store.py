@@ -45,16 +45,12 @@ class CheckpointStore:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.root = backend.root  # absolute path or URL of the checkpoint directory, without a slash at the end
         self.readers = Readers(backend)
         self.retention = Retention(backend, self.readers)
         self._lock: StoreLock | None = None
         self._serial: int | None = None  # number of the last commit that this run has made or found
         self._put: dict[str, list[str]] = {}  # directory of the current save, with the files from :meth:`put`
-
-    @property
-    def root(self) -> str:
-        """The absolute path or URL of the checkpoint directory, without a slash at the end."""
-        return self.backend.root
 
     # -- reading
 

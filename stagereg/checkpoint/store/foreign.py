@@ -30,8 +30,7 @@ def look_at_foreign(backend: Backend, path: str, there: Mapping[str, int | str])
     ``there``: the file sizes by name.
     """
     for each in providers("foreign"):
-        found: VerificationResult = each.look(backend, path, there)
-        return found
+        return each.look(backend, path, there)
     return VerificationResult(path, None, {MANIFEST: "missing"}, TORCH)
 
 

@@ -108,8 +108,7 @@ class DcpWriter(StorageWriter, AsyncStager):
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a complete copy of ``state_dict`` in host memory. Errors of the stager ``overlapped`` propagate."""
         with _staging:
-            copied: StateDict = _default_stager().stage(state_dict).result()
-            return copied
+            return _default_stager().stage(state_dict).result()
 
     def close(self) -> None:
         """Free the memory that all writers of this process reuse in :meth:`stage`. Idempotent."""

@@ -74,8 +74,7 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         if name not in self._tensors:
             more = f" Call entry({name!r})." if name in self.structures else nearest(name, self._tensors)
             raise KeyError(f"{self.path} has no tensor {name!r:.100}.{more}")
-        found: torch.Tensor = self._read(self._tensors[name])
-        return found
+        return self._read(self._tensors[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors

@@ -63,8 +63,7 @@ def loads(content: bytes) -> Metadata:
         raise CheckpointError(
             f"the file {METADATA} is not valid torch metadata: {type(error).__name__}: {error!s:.200}"
         ) from error
-    found: Metadata = metadata
-    return found
+    return metadata
 
 
 class _MetadataUnpickler(BoundedUnpickler):
@@ -155,8 +154,7 @@ def _expect_sound(metadata: Any) -> None:
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     _expect(value, dict)
-    found: Iterable[tuple[Any, Any]] = value.items()
-    return found
+    return value.items()
 
 
 def _expect(value: Any, kind: type) -> None:
