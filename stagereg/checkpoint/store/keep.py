@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.option_text import option
@@ -97,7 +97,7 @@ class Keep:
         for each in newest_first:
             if self.every is not None and each.manifest.step > 0 and each.manifest.step % self.every == 0:
                 why[each.path].append(f"every {self.every}")
-        for module in self._raters():
+        for module in providers("rating") if self.best else ():
             for path, reason in module.rate(self, newest_first, metrics).items():
                 why[path].append(reason)
         stay: dict[str, str] = {}
@@ -109,14 +109,10 @@ class Keep:
             stay[each.path] = "; ".join(why[each.path])
         return stay
 
-    def _raters(self) -> Iterator[Any]:
-        """Yield the extension module that selects the checkpoints with the best metric, if ``best`` is set."""
-        yield from providers("rating") if self.best else ()
-
     def warnings(self, made: Checkpoint, old: Sequence[Checkpoint]) -> Iterator[str]:
         """Yield warnings for the user. ``made``: the newest checkpoint. ``old``: checkpoints that it made obsolete."""
         root = made.path.rpartition("/")[0]
-        for module in self._raters():
+        for module in providers("rating") if self.best else ():
             yield from module.warnings(self, root, old)
         if self.budget is not None and made.manifest.nbytes > self.budget:
             yield (
