@@ -49,23 +49,17 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """The base class of :class:`stagereg.Checkpointer`, which adds the extensions. The constructor is collective.
 
-    :class:`stagereg.Checkpointer` documents the arguments that are not listed here.
+    :class:`stagereg.Checkpointer` documents the arguments and errors that are not listed here. The constructor also
+    raises ``ConfigError`` if the ranks differ in their extensions, and the errors of an extension.
 
     Args:
         every: a schedule, or the number of steps between saves. ``maybe_save`` saves at multiples of this number.
-        save_last: whether a ``with`` block that ends without an exception saves the last step passed to
-            :meth:`maybe_save` or :meth:`should_save`, if that step is not saved yet.
         extensions: the extensions of this checkpointer, in the same order on all ranks.
         sharding: decides which rank writes replicated tensors. With ``None`` the lowest rank writes each tensor, and
             the ranks do not compare values.
         notes: a directory for only the lock and records. Checkpoints are then saved only to the targets of extensions,
             such as a local tier, and messages name ``dir`` as the directory.
         compared: additional options, by name, that must be the same on all ranks.
-
-    Raises:
-        ConfigError: an option is invalid, the ranks differ in an option or in their extensions, or ``dir`` is a
-            different directory on some machine.
-        CheckpointError: another job of the sweep has used ``dir`` (raised on all ranks), or an extension failed.
     """
 
     def __init__(

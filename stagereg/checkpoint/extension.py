@@ -286,7 +286,6 @@ class RestoreExtension:
 
 EXTENSIONS = "extensions"
 """The key under which the ranks compare the names of their extensions."""
-_NONE: Mapping[str, Any] = {}
 
 
 class CheckpointExtension(RestoreExtension):
@@ -297,7 +296,7 @@ class CheckpointExtension(RestoreExtension):
     """
 
     name = ""  # for messages; all ranks must have extensions with the same names in the same order
-    options = _NONE  # must be the same on all ranks; by name without the prefix ``checkpoint.``
+    options: Mapping[str, Any] = {}  # must be the same on all ranks; by name without the prefix ``checkpoint.``
 
     # -- observe the saves of this rank; called on the training thread; must not block or be collective
 

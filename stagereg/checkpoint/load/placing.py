@@ -147,16 +147,13 @@ def names_here(state: Mapping[str, Any], names: optimizer_state.ParameterNames) 
     return found
 
 
-def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of saved values that a container in ``state`` accepts, but does not contain yet."""
-    names = [name for name in files.index.state if isinstance(state, NestedState) and state.takes(name)]
-    names = [name for name in names if not _RANKS_OWN.search(name)]
-    structures = {name: files.structure(name) for name in names}
-    return [
-        name
-        for name, each in structures.items()
-        if not hasattr(each, "_metadata") and optimizer_forms.as_by_name(each) is None
-    ]
+def _beside(files: CheckpointFiles, state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of saved values that a container in ``state`` accepts, but does not contain yet."""
+    for name in files.index.state:
+        if isinstance(state, NestedState) and state.takes(name) and not _RANKS_OWN.search(name):
+            structure = files.structure(name)
+            if not hasattr(structure, "_metadata") and optimizer_forms.as_by_name(structure) is None:
+                yield name
 
 
 def add_beside(state: Mapping[str, Any], found: Mapping[str, Any]) -> None:

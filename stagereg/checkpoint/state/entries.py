@@ -97,11 +97,9 @@ def capture(
             raise
         except Exception as error:
             raise CheckpointError(f"{name!r} cannot be saved: its state_dict() raised {reason(error)}") from error
-        for key in filter(
-            lambda key: is_lazy(found[key]), found if module_state.modules_of(value_of(state, name)) else ()
-        ):
+        if module_state.modules_of(value_of(state, name)) and (lazy := [key for key in found if is_lazy(found[key])]):
             raise CheckpointError(
-                f"'{name}.{key}' cannot be saved: it is an uninitialized parameter of a lazy module, which gets its "
+                f"'{name}.{lazy[0]}' cannot be saved: it is an uninitialized parameter of a lazy module, which gets its "
                 "shape from the first batch. Run the module once before the first save."
             )
     return entries

@@ -104,11 +104,8 @@ def joined(each: Sequence[Mapping[str, Any]]) -> Any:
             raise CheckpointError(f"two of the optimizers have {have}; save each optimizer under its own name")
         if found or key in (STATE, GROUPS):
             whole[key] = found
-    notes = [pair for one in each for pair in one.get(TENSORS, {}).items()]
-    if notes:
-        whole[TENSORS] = {
-            key: {path: x for of, own in notes if of == key for path, x in own.items()} for key, _ in notes
-        }
+    for kind, notes in (pair for one in each for pair in one.get(TENSORS, {}).items()):
+        whole.setdefault(TENSORS, {}).setdefault(kind, {}).update(notes)
     return whole
 
 
