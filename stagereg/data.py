@@ -86,7 +86,6 @@ class ResumableSampler(Sampler[int]):
     Attributes:
         epoch: the current epoch.
         sample_seed: the seed of a :func:`.seeded` dataset; ``None`` for other datasets.
-        hinted: whether the warning about random numbers in workers was logged.
 
     Raises:
         ConfigError: the dataset has no length, or ``rank`` is out of range.
@@ -130,7 +129,7 @@ class ResumableSampler(Sampler[int]):
             ) from error
         self.epoch = 0
         self.sample_seed = dataset.seed if isinstance(dataset, SeededDataset) else None
-        self.hinted = False
+        self.hinted = False  # whether the warning about random numbers in workers was logged
         self._consumed = 0  # number of samples that this rank has consumed in the epoch
         self._dealt: list[tuple[int, list[int]]] = []  # by earlier world size: (epoch, samples per rank)
         self._drawn = self._counted = self._is_over = False

@@ -67,17 +67,13 @@ class SaveTarget(ABC):
         ranks: the ranks that save together, in a group that no other thread uses.
         storage: the storage that writes the files.
         schedule: decides at which steps a save goes to the target.
-        required: whether the save fails if this target fails. If False, a failure after all ranks have staged is only
-            logged as a warning.
         repeats: whether the storage writes the same metadata for the same plan and results, so that ranks need not send
             unchanged plans and results again.
-        read_back: a function that checks the first checkpoint before the commit, or ``None`` for a trusted storage.
-        committed: on rank 0, the newest checkpoint that this run has committed to the target. ``None`` for a tier.
     """
 
-    committed: Checkpoint | None = None
-    required = True
-    read_back: ReadBack | None = None
+    committed: Checkpoint | None = None  # on rank 0, the newest checkpoint that this run has committed to the directory
+    required = True  # if False, a failure of this target after all ranks have staged is only a warning
+    read_back: ReadBack | None = None  # checks the first checkpoint before the commit; ``None`` for a trusted storage
 
     def __init__(self, where: str, ranks: RankGroup, storage: Storage, schedule: Schedule, repeats: bool) -> None:
         self.where, self.ranks, self.storage, self.schedule, self.repeats = where, ranks, storage, schedule, repeats

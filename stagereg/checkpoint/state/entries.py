@@ -99,8 +99,8 @@ def capture(
             raise CheckpointError(f"{name!r} cannot be saved: its state_dict() raised {reason(error)}") from error
         if module_state.modules_of(value_of(state, name)) and (lazy := [key for key in found if is_lazy(found[key])]):
             raise CheckpointError(
-                f"'{name}.{lazy[0]}' cannot be saved: it is an uninitialized parameter of a lazy module, which gets its "
-                "shape from the first batch. Run the module once before the first save."
+                f"'{name}.{lazy[0]}' cannot be saved: it is an uninitialized parameter of a lazy module, which gets "
+                "its shape from the first batch. Run the module once before the first save."
             )
     return entries
 
