@@ -286,6 +286,7 @@ class RestoreExtension:
 
 EXTENSIONS = "extensions"
 """The key under which the ranks compare the names of their extensions."""
+_NONE: Mapping[str, Any] = {}
 
 
 class CheckpointExtension(RestoreExtension):
@@ -296,7 +297,7 @@ class CheckpointExtension(RestoreExtension):
     """
 
     name = ""  # for messages; all ranks must have extensions with the same names in the same order
-    options: Mapping[str, Any] = {}  # must be the same on all ranks; by name without the prefix ``checkpoint.``
+    options = _NONE  # must be the same on all ranks; by name without the prefix ``checkpoint.``
 
     # -- observe the saves of this rank; called on the training thread; must not block or be collective
 
