@@ -138,7 +138,7 @@ class Registry:
         self.built_in = dict(built_in)  # ``"package.module:Name"`` by (kind, name)
         self.decorated: list[Entry] = []  # registered by decorators
         # A cache: reading the metadata of all packages takes milliseconds, and Hydra queries names dozens of times.
-        self._path: list[str] | None = None
+        self._path: list[str] | None = None  # ``sys.path`` when the entry points were read; ``None`` to read them again
         self._packages: dict[tuple[str, str], list[Entry]] = {}
         self._unreadable: list[tuple[str, str]] = []
 
@@ -282,10 +282,6 @@ class Registry:
         except BaseException as cause:
             self.decorated = [d for d in self.decorated if d in before or d.target.partition(":")[0] in sys.modules]
             raise RegistryError(summarize_exception(cause, __file__, importlib.__file__)) from cause
-
-    def refresh(self) -> None:
-        """Read the entry points of all packages again at the next query. Also happens when ``sys.path`` has changed."""
-        self._path = None
 
     def __reduce__(self) -> str:
         return "REGISTRY"  # so that its methods, such as `stagereg.build`, are pickled by name

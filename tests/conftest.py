@@ -61,7 +61,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{needs}")
         lines = "".join(f"{point} = {target}\n" for point, target in points.items())
         (info / "entry_points.txt").write_text(f"[stagereg.plugins]\n{lines}[stagereg.contracts]\n{contracts}")
-        REGISTRY.refresh()
+        REGISTRY._path = None
         return file
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,7 +70,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for module in set(sys.modules) - before:
         if Path(getattr(sys.modules[module], "__file__", None) or "").parent == tmp_path:
             del sys.modules[module]
-    REGISTRY.refresh()
+    REGISTRY._path = None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -418,7 +418,7 @@ def test_of_two_distributions_of_one_name_the_first_counts(
     monkeypatch.syspath_prepend(first.parent)
     assert "old" not in stagereg.names("join")
     (first / "entry_points.txt").write_text("[stagereg.plugins]\njoin.new = theirs:make\n")
-    registry.REGISTRY.refresh()
+    registry.REGISTRY._path = None
     assert stagereg.names("join") == ["default", "new"]
     assert registry.find("join", "new").version == "2.0"
 
@@ -454,7 +454,7 @@ def test_a_component_of_an_extension_that_is_not_installed_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(registry.REGISTRY.built_in, ("tier", "tape"), "stagereg.extensions.tapes.tape:Tape")
-    registry.REGISTRY.refresh()
+    registry.REGISTRY._path = None
     assert "tape" not in registry.names("tier")
     assert "none" in registry.names("tier")
     why = "needs stagereg/extensions/tapes, which is missing in this installation: reinstall stagereg"

@@ -68,7 +68,7 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), LAZY.replace(".", ":"))
     registry.register("join", "known")(known)
     registry.register("checkpoint", "staging")(takes_stager)
-    registry.REGISTRY.refresh()
+    registry.REGISTRY._path = None
     # What is read and imported once in a process is not the attack's doing.
     registry.entries()
     OmegaConf.to_container(OmegaConf.create({"a": "${oc.create:${b}}", "b": [1]}), resolve=True)
@@ -77,7 +77,7 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
         OmegaConf.clear_resolver(name)
     for module in ("lock_trap", "lock_lazy", "lock_exits"):
         sys.modules.pop(module, None)
-    registry.REGISTRY.refresh()
+    registry.REGISTRY._path = None
 
 
 def withstands(attack: Callable[[], Any]) -> bool:

@@ -58,12 +58,12 @@ def test_a_component_whose_extension_is_not_installed_names_the_folder(
 ) -> None:
     monkeypatch.setattr(providers, "has", lambda extension: extension != folder)
     monkeypatch.setattr(REGISTRY, "decorated", [])  # what other tests have imported
-    REGISTRY.refresh()
+    REGISTRY._path = None
     try:
         message = message_of(app, f"+{override}" if "@" in override else override)
     finally:
         monkeypatch.undo()
-        REGISTRY.refresh()
+        REGISTRY._path = None
     assert f"It needs stagereg/extensions/{folder}, which is missing in this installation: reinstall" in message
 
 

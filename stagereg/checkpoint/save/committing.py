@@ -41,7 +41,7 @@ from stagereg.checkpoint.format.wrappers import inner_tensors
 from stagereg.checkpoint.ranks.merging import Asked, EntryMerger, RankEntries, Sent, Structures, groups_in
 from stagereg.checkpoint.ranks.unchanged import Exchange
 from stagereg.checkpoint.save.scheduling import short_turns
-from stagereg.checkpoint.save.staged_copy import PreparedCopy, Write
+from stagereg.checkpoint.save.staged_copy import Write
 from stagereg.checkpoint.save.state_planner import (
     StatePlanner,
     from_numbers,
@@ -135,7 +135,7 @@ def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | 
             if write.is_first and write.agreed:
                 copy.replicas.ended(None)
                 if not write.is_last:  # the result would keep the copy alive
-                    copy.prepared.set_result(PreparedCopy(Shards(work.entries, work.parts), work.own))
+                    copy.prepared.set_result((Shards(work.entries, work.parts), work.own))
         if write.is_first and not write.agreed:  # the save is skipped, and no other target needs the copy
             copy.replicas.ended(None)
     except BaseException as error:
@@ -164,7 +164,7 @@ class _Work:
     _more: list[SavePlan]  # the same plan, if rank 0 did not receive it before the files were written
     _results: list[WriteResult]
 
-    def __init__(self, write: Write, cache: ExchangeCache, prepared: PreparedCopy | None = None) -> None:
+    def __init__(self, write: Write, cache: ExchangeCache, prepared: tuple[Shards, RankEntries] | None = None) -> None:
         self._write, self._cache, self._to, self._ranks = write, cache, write.target, write.target.ranks
         self.planner = cache.planner  # holds the tensors until they are written
         self._metadata: Metadata | None = None
@@ -172,7 +172,8 @@ class _Work:
         self._reads_back = self._to.read_back is not None and not cache.was_read_back
         self.entries = {}
         if prepared is not None:
-            self.entries, self.own, self.parts = prepared.shards.entries, prepared.own, prepared.shards.parts
+            shards, self.own = prepared
+            self.entries, self.parts = shards.entries, shards.parts
 
     def run(self) -> tuple[float, int] | None:
         write, to, cache, step = self._write, self._to, self._cache, self._write.request.step

@@ -51,7 +51,6 @@ class SaveThread:
         target: receives the saves. Its schedule gets the age of each saved state when the checkpoint is complete.
         timeout: the timeout of one save, from the end of the previous save.
         warns: whether failures are logged instead of raised.
-        stats: counts the saves, bytes and seconds.
         retake: repeats discarded saves. If it is ``None``, a discarded save is an error.
         nearer: the threads of the targets before this one; messages also name their newest checkpoints.
     """

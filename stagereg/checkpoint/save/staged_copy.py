@@ -38,22 +38,15 @@ class Request:
         return {} if self.lasts else {"tier": True}
 
 
-@dataclass(frozen=True)
-class PreparedCopy:
-    """A flattened copy, after all ranks have agreed which entries each rank writes."""
-
-    shards: Shards  # the entries that this rank writes; empty once all targets have written
-    own: RankEntries  # this rank's values of all entries
-
-
 class StagedCopy:
     """The staged copy of the state, which all targets of a request read."""
 
     def __init__(self, request: Request, replicas: ReplicaSave) -> None:
         # Used by the training thread before the request is submitted, then by the thread of the first target.
         self.replicas = replicas
-        # Set by the thread of the first target after its own save; or the error that prevented a rank from staging.
-        self.prepared: Future[PreparedCopy] = Future()
+        # The entries that this rank writes (empty once all targets have written), and its values of all entries. Set
+        # by the thread of the first target after its own save; or the error that prevented a rank from staging.
+        self.prepared: Future[tuple[Shards, RankEntries]] = Future()
         self.nbytes: int | None = None  # bytes of tensor data; written by the thread of the first target
         self._step, self._tags = request.step, request.tags
         # Written by the training thread, before the request is submitted.
@@ -136,7 +129,7 @@ class StagedCopy:
             if self._readers > 0:
                 return
         if self.prepared.done() and self.prepared.exception() is None:
-            self.prepared.result().shards.entries.clear()
+            self.prepared.result()[0].entries.clear()
         staged, self._staged, self._future = self._staged, {}, None
         if staged:
             self._release(staged)

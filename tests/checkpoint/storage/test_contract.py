@@ -296,10 +296,10 @@ def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[stagereg.plugins]\nstorage.dcp = theirs:Storage\n")
     monkeypatch.syspath_prepend(tmp_path)
-    registry.REGISTRY.refresh()
+    registry.REGISTRY._path = None
     yield
     monkeypatch.undo()
-    registry.REGISTRY.refresh()
+    registry.REGISTRY._path = None
 
 
 @pytest.mark.usefixtures("claimed")
