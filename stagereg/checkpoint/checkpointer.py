@@ -23,9 +23,10 @@ import stagereg.checkpoint.options as options
 from stagereg.base import first_step
 from stagereg.base.command import is_program
 from stagereg.base.followers import followers
+from stagereg.base.option_text import option
 from stagereg.base.uncaught import print_once
 from stagereg.checkpoint.dispatch import Extensions, weakly
-from stagereg.checkpoint.end_report import describe_end, expect_usable, log_end, warn_of_unclosed
+from stagereg.checkpoint.end_report import describe_end, warn_of_unclosed
 from stagereg.checkpoint.extension import CheckpointExtension, CheckpointStats, Due, RestoreRequest, Setup
 from stagereg.checkpoint.hold import DirectoryLock
 from stagereg.checkpoint.load.read_back import read_back
@@ -40,10 +41,15 @@ from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_store, path_or_url
 from stagereg.checkpoint.targets import ReplicaSharding, Schedule
 from stagereg.checkpoint.together import LEAVE, RESTORE, RankCoordinator
-from stagereg.errors import Preempted, Stopped, is_consequence
+from stagereg.errors import CheckpointError, ClosedError, Preempted, Stopped, is_consequence
 from stagereg.stagers.async_stager import AsyncStager
 
 _log = logging.getLogger(__name__)
+
+_NO_STEP = (
+    "stagereg: NO STEP WAS TAKEN: this run resumed from step %d, in %s, and had no steps left. To train from "
+    "scratch, give the run another directory, %s, or add %s. To train longer, give the run more steps."
+)
 
 
 class Checkpointer:
@@ -143,9 +149,19 @@ class Checkpointer:
             self._background.last.call_when_idle(self._together.look_for_missed)
             followers.add(self._together)
 
+    def _expect_usable(self) -> None:
+        """Raise ``ClosedError`` after :meth:`close`, or ``CheckpointError`` in a forked child."""
+        if self._closed:
+            raise ClosedError("This checkpointer is closed. Construct another one.")
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                f"This checkpointer belongs to process {self._pid}. A forked child, such as a worker of a DataLoader, "
+                "can neither save nor restore with it."
+            )
+
     def lock(self) -> None:
         """Lock ``dir`` now instead of at the first save. Collective. Raises the errors of :meth:`save`."""
-        expect_usable(self._closed, self._pid)
+        self._expect_usable()
         if self._enabled:
             self._hold.acquire_on_all()
 
@@ -160,7 +176,7 @@ class Checkpointer:
         if self.should_save(step):
             self.save(step, state)
             return True
-        expect_usable(self._closed, self._pid)
+        self._expect_usable()
         if self._enabled:
             self._background.raise_failure()
         return False
@@ -204,7 +220,7 @@ class Checkpointer:
                 step, which is committed.
             Stopped: a ``SystemExit`` with code 128 + signal, raised instead if the step could not be saved.
         """
-        expect_usable(self._closed, self._pid)
+        self._expect_usable()
         if self._enabled:
             first_step.take_step()
             self.remember(state)
@@ -230,7 +246,7 @@ class Checkpointer:
         Raises:
             CheckpointError: a save failed, and the failure was not raised by an earlier call.
         """
-        expect_usable(self._closed, self._pid)
+        self._expect_usable()
         if self._enabled:
             self._background.wait()
             if (step := self._saver.retake.step_to_repeat()) is not None:
@@ -259,7 +275,7 @@ class Checkpointer:
             CheckpointError: on all ranks: the checkpoint that ``resume`` names is missing or corrupt; no checkpoint is
                 valid; a checkpoint cannot be accessed, or lacks an entry of ``state``; or an object rejects its entry.
         """
-        expect_usable(self._closed, self._pid)
+        self._expect_usable()
         if not self._enabled:
             return None
         self._how = self.resume if source is None else self._how
@@ -327,7 +343,7 @@ class Checkpointer:
             self._background.raise_failure()
 
     def __enter__(self) -> Self:
-        expect_usable(self._closed, self._pid)
+        self._expect_usable()
         return self
 
     def __exit__(
@@ -355,7 +371,15 @@ class Checkpointer:
         if self._ranks.rank == 0 and (self._hold.acquired or stayed) and not interrupted:
             outlook = self._extensions.outlook()
             if outlook or not isinstance(error, (Preempted, Stopped)):  # otherwise the newest checkpoint was reported
-                log_end(self._background, self.dir, error is None, self._how, stayed, outlook)
+                self._log_end(error is None, stayed, outlook)
+
+    def _log_end(self, finished: bool, stayed: tuple[int, Path | str] | None, outlook: str) -> None:
+        """Log how to resume. ``stayed``: the step and path that this run resumed from, if it took no step since."""
+        if finished and stayed is not None:
+            _log.warning(_NO_STEP, *stayed, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never"))
+        else:
+            text = describe_end(self._background, self.dir, finished, self._how, outlook)
+            _log.log(logging.WARNING if outlook else logging.INFO, "stagereg: %s", text)
 
     def _end(self) -> None:
         """Wait for all ranks and save the last step, after the ``with`` block ended normally. Collective."""
