@@ -54,7 +54,7 @@ class Extensions:
 
     def is_urged(self) -> bool:
         """Return whether an extension on this rank requests the exit of all ranks. Any thread."""
-        return any(self._results(CheckpointExtension.urges))
+        return any(self.notify(CheckpointExtension.urges))
 
     def capturing(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
         """Call ``capturing()`` of every extension; return a function that calls the returned functions."""
@@ -94,17 +94,12 @@ class Extensions:
 
     def outlook(self) -> str:
         """Return the messages of all extensions about unexpected behavior of the next start of the run."""
-        return " ".join(filter(None, self._results(CheckpointExtension.outlook)))
+        return " ".join(filter(None, self.notify(CheckpointExtension.outlook)))
 
     def notify(
-        self, method: Callable[Concatenate[CheckpointExtension, P], None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call a method of all extensions. Exceptions are logged, and the remaining extensions are still called."""
-        self._results(method, *args, **kwargs)
-
-    def _results(
         self, method: Callable[Concatenate[CheckpointExtension, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
+        """Call a method of all extensions, and return the results. Logs exceptions, and calls the other extensions."""
         name, found = method.__name__, []
         for each in self.all:
             with self._logs(each, name):

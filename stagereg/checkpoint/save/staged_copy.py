@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import stagereg.base.record as record
 from stagereg.checkpoint.ranks.merging import RankEntries
@@ -16,6 +16,8 @@ from stagereg.checkpoint.save.structure import Outline
 from stagereg.checkpoint.targets import ReplicaSave, SaveTarget, Shards
 from stagereg.errors import CheckpointError, WrittenWhileSavedError, WrittenWhileStagedError
 from stagereg.stagers.async_stager import UnconfirmedCopy
+
+_TakesCopy: TypeAlias = Callable[[dict[str, Any]], object]
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class StagedCopy:
         # Written by the training thread, before the request is submitted.
         self.stager = ""  # name of the stager's class
         self.outline: Outline = None  # outline of the stager's input; ``None`` if the copy is not compared with it
-        self.inspect: Callable[[dict[str, Any]], object] = lambda copy: None  # called with the complete copy
+        self.inspect: _TakesCopy = lambda copy: None  # called with the complete copy
         self.began = 0.0  # when the stager was called
-        self._release: Callable[[dict[str, Any]], None] = lambda copy: None  # called when all targets have written
+        self._release: _TakesCopy = lambda copy: None  # called when all targets have written
         self._future: Future[dict[str, Any]] | None = None  # the future that the stager has returned
         # Written by the training thread before it sets ``settled``: why this rank could not stage. A string, because
         # the training loop raises the error itself.
@@ -67,15 +69,9 @@ class StagedCopy:
 
     # -- on the training thread
 
-    def begin(
-        self,
-        stager: str,
-        outline: Outline,
-        inspect: Callable[[dict[str, Any]], object] | None,
-        release: Callable[[dict[str, Any]], None] | None,
-    ) -> None:
+    def begin(self, stager: str, outline: Outline, inspect: _TakesCopy, release: _TakesCopy | None) -> None:
         """Record that the stager begins to copy. ``release`` gets the copy when all targets have written the copy."""
-        self.stager, self.outline, self.inspect = stager, outline, inspect or self.inspect
+        self.stager, self.outline, self.inspect = stager, outline, inspect
         self._release = release or self._release
         self.began = record.now()
 
