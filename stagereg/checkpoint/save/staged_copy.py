@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import stagereg.base.record as record
@@ -99,24 +99,16 @@ class StagedCopy:
         self._expect_staged()
         if self._future is not None and not self._staged:
             future = self._future
-            with _as_save_error():
-                self._staged = future.copied() if isinstance(future, UnconfirmedCopy) else future.result()
+            self._staged = _result_of(future.copied if isinstance(future, UnconfirmedCopy) else future.result)
             self.complete()
         return self._staged
 
-    def confirmation(self) -> Callable[[], None]:
+    def confirmation(self) -> Callable[[], object]:
         """Return a function that waits for the proof that the state did not change during the copy.
 
         It raises ``WrittenWhileSavedError`` if the state has changed. Call this method before :meth:`leave`.
         """
-        future = self._future
-
-        def confirm() -> None:
-            if future is not None:
-                with _as_save_error():
-                    future.result()
-
-        return confirm
+        return partial(_result_of, self._future.result) if self._future is not None else lambda: None
 
     def leave(self) -> None:
         """Record that a target has finished with the copy. After the last target, the stager may reuse the memory."""
@@ -174,10 +166,9 @@ class Write:
             self.copy.leave()
 
 
-@contextlib.contextmanager
-def _as_save_error() -> Iterator[None]:
+def _result_of(wait: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
-        yield
+        return wait()
     except WrittenWhileStagedError as error:
         raise WrittenWhileSavedError(
             f"{'.'.join(map(str, error.path))!r} was written, freed or resized while it was copied, by code that is "

@@ -61,12 +61,8 @@ def by_name(
     }
     if any(part.values()):
         own = [*names.values()]
-        whole[OPTIMIZERS] = {first_of(own): {PARAMS: own, **{key: each for key, each in part.items() if each}}}
+        whole[OPTIMIZERS] = {next(iter(own), ""): {PARAMS: own, **{key: each for key, each in part.items() if each}}}
     return whole
-
-
-def first_of(names: Sequence[str]) -> str:
-    return names[0] if names else ""
 
 
 def _is_torchs(saved: Any) -> bool:

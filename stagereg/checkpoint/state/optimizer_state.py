@@ -39,7 +39,6 @@ from stagereg.checkpoint.state.optimizer_forms import (
     STATE,
     TENSORS,
     by_name,
-    first_of,
     hyperparameters,
     is_by_name,
     is_numbered,
@@ -287,7 +286,7 @@ def select(
     local = (
         [names.by_parameter[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
     )
-    first_local, local = first_of(local), [name for name in local if name in source]
+    first_local, local = next(iter(local), ""), [name for name in local if name in source]
     state = {name: saved[STATE][source[name]] for name in local if source[name] in saved[STATE]}
     _keep_apart(state)
     _keep_apart(found)
@@ -402,7 +401,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
     params = parameters_of(inner)
     there = dict.fromkeys(name for group in groups.values() for name in group[PARAMS])
     order = [names.by_parameter[param] for param in params] if names.flat is None else [*there]
-    part = parts.get(first_of(order), {})
+    part = parts.get(next(iter(order), ""), {})
     empty = {int(at): options for at, options in part.get(EMPTY_GROUPS, {}).items()}
     if names.flat is not None:
         every = [*groups.values()]
