@@ -217,9 +217,9 @@ class _Attempt:
     def run(self) -> Mapping[str, str]:
         """Restore the candidate. If it is corrupt, return its corrupt files instead. Collective."""
         with ExitStack() as opened:
-            found, damages = self._exchange(partial(self._prepare, opened, self._shared_index()))
-            if self._checks and damages:
-                return damages
+            found = self._exchange(partial(self._prepare, opened, self._shared_index()))
+            if self._checks and found.wrong:
+                return found.wrong
             failed = found.failed or self._take_rests(found)
             if self._shared is not None and not failed:
                 if damages := self._read_once(self._shared):
@@ -227,7 +227,7 @@ class _Attempt:
                 failed = self._failure is not None
             if failed:
                 # If a corrupt file explains the failure, the candidate is skipped instead of raising the error.
-                if damages := self._exchange(self._check)[1]:
+                if damages := self._exchange(self._check).wrong:
                     return damages
                 self._ranks.run_on_all(self._failing, partial(_raise, self._failure))
             seeded = self._ranks.run_on_all(self._failing, self._loading.assign)
@@ -236,13 +236,10 @@ class _Attempt:
             self._source.restored(self._candidate, self._loading.files)
         return {}
 
-    def _exchange(self, look: Callable[[], _ScanResult]) -> tuple[_MergedScan, Mapping[str, str]]:
-        """Call ``look`` on each rank, and return the merged results and the corrupt files. Collective."""
-
-        def answer(looked: list[_ScanResult]) -> list[_MergedScan]:
-            return [_merge(self._chosen, self._machines, looked)] * self._ranks.size
-
-        found = self._ranks.round_trip(self._failing, look, answer, self._ranks.limit)
+    def _exchange(self, look: Callable[[], _ScanResult]) -> _MergedScan:
+        """Call ``look`` on each rank, and return the merged results. Collective."""
+        merge = partial(_merge, self._chosen, self._machines)
+        found = self._ranks.round_trip(self._failing, look, merge, self._ranks.limit)
         failing = f"{self._chosen.path} could not be read"
         if found.unclear:
             raise CheckpointError(f"{failing}: {'; '.join(found.unclear[:3])}")
@@ -255,7 +252,7 @@ class _Attempt:
                     f"{self._ranks.name(rank)}. "
                     f"All ranks must see the same files in {self._chosen.path.rpartition('/')[0]}."
                 )
-        return found, found.wrong
+        return found
 
     def _digests(self) -> dict[str, Found]:
         """Check this rank's portion of the files. Ranks that see the same files divide the files among them."""
@@ -311,8 +308,8 @@ class _Attempt:
             return {}
 
 
-def _merge(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequence[_ScanResult]) -> _MergedScan:
-    """Merge the results of all ranks. ``looked``: the results in rank order. Called on rank 0."""
+def _merge(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: list[_ScanResult]) -> list[_MergedScan]:
+    """Merge the results of all ranks, ``looked``, and return the merged results for each rank. Called on rank 0."""
     marks = [(rank, name, mark) for rank, each in enumerate(looked) for name, mark in each.marks.items()]
     unclear = [f"{name_ranks([of])}: {name}: {mark}" for of, name, mark in marks if isinstance(mark, InaccessibleFile)]
     missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
@@ -324,7 +321,8 @@ def _merge(chosen: Checkpoint, machines: Sequence[Sequence[int]], looked: Sequen
     rests = {name: set.intersection(*(set(each[name]) for each in left if name in each)) for name in set().union(*left)}
     missing = [*dict.fromkeys(name for each in looked for name in each.missing)]
     unused = [name for name in looked[0].unused if all(name in each.unused for each in looked)]
-    return _MergedScan(unclear, missed, wrong, not all(each.can_load for each in looked), rests, missing, unused)
+    failed = not all(each.can_load for each in looked)
+    return [_MergedScan(unclear, missed, wrong, failed, rests, missing, unused)] * len(looked)
 
 
 def _raise(failure: Exception | None) -> None:
