@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 24
 _MOST_PENDING = 8  # maximum pieces in the queue; more would hold the caller's memory too long
 
 
-class AlignedFile:
+class AlignedFile(contextlib.AbstractContextManager["AlignedFile"]):
     """A new file. A thread writes its data to ``target`` in order. If no thread can be started, the caller writes.
 
     Small writes go through ``buffers`` (:func:`make_buffers`), which another file may use afterwards. Call
@@ -58,9 +58,6 @@ class AlignedFile:
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
         with contextlib.suppress(RuntimeError):  # Python 3.12 does not start threads while a process exits
             self._thread.start()
-
-    def __enter__(self) -> AlignedFile:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._error = self._error or error

@@ -82,8 +82,8 @@ class Owner:
         return owner
 
 
-class StoreLock:
-    """The lock of a checkpoint directory. The constructor acquires the lock. A context manager.
+class StoreLock(contextlib.AbstractContextManager["StoreLock"]):
+    """The lock of a checkpoint directory. The constructor acquires the lock.
 
     Garbage collection releases the lock. Interpreter shutdown does not, because the last save may finish later. If the
     file system does not support locks, a warning is logged, and only Checkpointers in this process exclude each other.
@@ -140,9 +140,6 @@ class StoreLock:
                 self._release()
             finally:
                 del _held[self._key]
-
-    def __enter__(self) -> StoreLock:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -17,16 +17,6 @@ from stagereg.registry import register
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of config and tokenizer files
 _WEIGHTS = ".index.json"
-
-
-class _Committed(Protocol):
-    """The attributes of a committed checkpoint that an export needs."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def path(self) -> Path | str: ...
 
 
 @register("on_commit", "huggingface")
@@ -63,8 +53,8 @@ class HuggingFaceExport:
         self.dir, self.pretrained, self.model, self.upload = dir, pretrained, model, upload
         self.options = TensorOptions(dtype, file_bytes=ByteSize(max_shard_size))
 
-    def committed(self, checkpoint: _Committed, /) -> None:
-        """Write the files, and upload them if ``upload`` is set.
+    def committed(self, checkpoint: Any, /) -> None:
+        """Write the files of a :class:`.CommittedCheckpoint`, and upload them if ``upload`` is set.
 
         Raises:
             CheckpointError: the entry does not exist, or safetensors cannot store its tensors. Also ``OSError``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap
 from typing import Any
 
@@ -34,7 +34,7 @@ from stagereg.extensions.interop.torch_directories import DCP_WRITER
 _log = logging.getLogger(__name__)
 
 
-class OpenCheckpoint(Mapping[str, torch.Tensor]):
+class OpenCheckpoint(Mapping[str, torch.Tensor], AbstractContextManager["OpenCheckpoint"]):
     """The content of a checkpoint, read on access. A context manager. Not thread-safe.
 
     ``checkpoint["model.0.weight"]`` is the whole tensor with that dotted name, on the CPU. Writing to the tensor never
@@ -116,9 +116,6 @@ class OpenCheckpoint(Mapping[str, torch.Tensor]):
         self._closed = True
         self.files.close()
         self._reading.close()
-
-    def __enter__(self) -> OpenCheckpoint:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
