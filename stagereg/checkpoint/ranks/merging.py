@@ -21,12 +21,10 @@ from stagereg.errors import CheckpointError, RankMismatchError, name_ranks
 Structures: TypeAlias = dict[tuple[str, bytes], Encoded]
 """Encoded structures, by the name of the entry and the digest of the structure."""
 
-
 Asked: TypeAlias = list[str]  # the entries whose structures rank 0 requests from one rank
 Sent: TypeAlias = dict[str, Encoded]  # the requested structures
 _Differing: TypeAlias = list[tuple[str, bool]]
 """The paths of values that differ between ranks, and whether all differing values are floating-point numbers."""
-
 
 T = TypeVar("T", bound=Hashable)
 

@@ -249,18 +249,15 @@ def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tenso
     if isinstance(x, ShardedTensor):
         for shard in x.local_shards():
             yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
-        return
-    if split_tensors.is_split(x):
+    elif split_tensors.is_split(x):
         yield from ((tuple(start), data) for start, data in split_tensors.parts_of(x) if data.numel())
-        return
-    if not isinstance(x, DTensor):
-        if x.numel():
-            yield (0,) * x.ndim, x.detach()
-        return
-    for chunk in x.__create_chunk_list__():
-        shard = x.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
-        if shard.numel():
-            yield tuple(chunk.offsets), shard.detach()
+    elif isinstance(x, DTensor):
+        for chunk in x.__create_chunk_list__():
+            local = x.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+            if local.numel():
+                yield tuple(chunk.offsets), local.detach()
+    elif x.numel():
+        yield (0,) * x.ndim, x.detach()
 
 
 class _Move(NamedTuple):
