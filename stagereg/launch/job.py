@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
 from stagereg.base.address import is_one_machine, listen, loopback
 from stagereg.errors import LaunchError
-from stagereg.launch.extension import RankExtension, answers, mark, rank_extensions
+from stagereg.launch.extension import answers, mark, rank_extensions
 from stagereg.launch.run_store import GATHER_S, await_key
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,7 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
     return str(mine)
 
 
-def run_recorded(
-    task: Callable[[Any], Any], cfg: Any, attempt: str = "", extensions: Sequence[RankExtension] | None = None
-) -> Any:
+def run_recorded(task: Callable[[Any], Any], cfg: Any, attempt: str = "") -> Any:
     """Run the job, and record its events and the name of the accelerator in the output directory of Hydra.
 
     ``attempt`` is the argument ``run`` of :func:`stagereg.base.record.recording`.
@@ -76,7 +74,7 @@ def run_recorded(
 
     directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    answers(extensions or rank_extensions(), lambda each: each.recording(str(directory), attempt, dist.get_rank()))
+    answers(rank_extensions(), lambda each: each.recording(str(directory), attempt, dist.get_rank()))
     with record.recording(directory, dist.get_rank(), dist.get_world_size(), attempt, **device):
         try:
             value = task(cfg)

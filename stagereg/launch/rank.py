@@ -12,8 +12,8 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from stagereg.errors import (
 )
 from stagereg.launch.agreed_values import VALUES, resolved, take
 from stagereg.launch.exits import print_exit
-from stagereg.launch.extension import Cause, RankExtension, answers, first, mark, rank_extensions
+from stagereg.launch.extension import Cause, answers, first, mark, rank_extensions
 from stagereg.launch.job import for_json, name_attempt, open_store, process_group, run_recorded
 from stagereg.launch.run_store import RunStore
 
@@ -64,7 +64,6 @@ class Rank:
     local_world_size: int
     launched: bool  # whether `stagereg.main` started the rank
     store: RunStore
-    extensions: Sequence[RankExtension] = field(default_factory=rank_extensions)
 
     @classmethod
     def current(cls) -> Rank | None:
@@ -104,7 +103,7 @@ class Rank:
         values = json.loads(os.environ[VALUES]) if self.launched else resolved(cfg)
         try:
             with contextlib.ExitStack() as around:
-                for each in self.extensions:
+                for each in rank_extensions():
                     around.enter_context(each.around(self, cfg))
                 around.enter_context(
                     process_group(self.store.group, self.rank, self.world_size, self.local_rank, self.local_world_size)
@@ -112,14 +111,14 @@ class Rank:
                 self.store.set(f"in job/{self.rank}", True)
                 try:
                     self._agree_on_values(cfg, values)
-                    value = run_recorded(task, cfg, self.store.run()["attempt"], self.extensions)
+                    value = run_recorded(task, cfg, self.store.run()["attempt"])
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
                     # Reported before the group closes, since closing causes errors on other ranks.
                     self._report_cause(error)
                     if is_consequence(error):
-                        answers(self.extensions, lambda each, error=error: each.ending(error))  # type: ignore[misc]
+                        answers(rank_extensions(), lambda each, error=error: each.ending(error))  # type: ignore[misc]
                     raise
                 except SystemExit as error:
                     if error.code:
@@ -153,7 +152,7 @@ class Rank:
                 gone = f"rank 0's torchrun or machine failed: the rendezvous store at {host} is unreachable"
                 text = f"{gone}{lost and '; '}{lost.rstrip('.')}. See the errors of the ranks on that machine."
                 self._print(f"{text} Error on this rank:\n{format_error(error)}")
-        answers(self.extensions, lambda each: each.leave())
+        answers(rank_extensions(), lambda each: each.leave())
         shutdown.exit_now(1)
 
     def end_after_failure(self, save: Callable[[], object], cause: Callable[[], Cause], mercy_s: float) -> None:
@@ -172,17 +171,17 @@ class Rank:
 
     def failed_ranks(self) -> set[int]:
         """Return the ranks that extensions have detected as failed. Thread-safe."""
-        return {rank for found in answers(self.extensions, lambda each: each.failed_ranks()) for rank in found}
+        return {rank for found in answers(rank_extensions(), lambda each: each.failed_ranks()) for rank in found}
 
     def cause(self) -> Cause:
         """Return the failure of other ranks; its text is empty if no extension detects one. May wait some seconds.
 
         In that case, a launcher that started all ranks detects the failure from their exit codes.
         """
-        return first(self.extensions, lambda each: each.cause()) or Cause("", True)
+        return first(rank_extensions(), lambda each: each.cause()) or Cause("", True)
 
     def note(self, why: str) -> None:
-        answers(self.extensions, lambda each: each.noted(self, why))
+        answers(rank_extensions(), lambda each: each.noted(self, why))
 
     def _expect_no_failure(self) -> tuple[int, ...]:
         """Raise ``LaunchError`` if ranks have failed. Otherwise return an empty tuple."""
