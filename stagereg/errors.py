@@ -161,7 +161,7 @@ class SaveTimeoutError(CheckpointError):
 
 
 class WrittenWhileSavedError(CheckpointError):
-    """The state was written while it was being copied. The save was discarded; ``Checkpointer`` saves again."""
+    """The state was written while it was copied. The save was discarded; ``Checkpointer`` saves a later step again."""
 
 
 class LaunchError(StageregError, RuntimeError):

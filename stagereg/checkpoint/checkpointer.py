@@ -249,9 +249,6 @@ class Checkpointer:
         self._expect_usable()
         if self._enabled:
             self._background.wait()
-            if (step := self._saver.retake.step_to_repeat()) is not None:
-                self._together.save(step, everywhere=True)
-            self._background.wait()
             self._saver.drop_retake()
             self._background.raise_failure()
 

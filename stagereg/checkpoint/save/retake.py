@@ -3,6 +3,9 @@
 All ranks get the failure in the exchange of that save. Immediately afterwards, the save threads of the ranks agree on
 the step after which all ranks save again: the first step that no rank has ended. The training thread of a rank does not
 end that step before the ranks have agreed. So all ranks save the same step, and no rank waits in a different save.
+
+A save is never repeated under its own step, because the state is no longer the state at the end of that step. If no
+later step ends, the failure is reported as an error.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from stagereg.base.hooks import AFTER_STEPS
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.save.staged_copy import Request
 from stagereg.errors import CheckpointError, WrittenWhileSavedError
@@ -46,26 +48,12 @@ class Retake:
         self.failure: CheckpointError | None = None  # why the save was discarded
         # Confirms copies that are complete. The training thread calls it, so it runs no torch operation meanwhile.
         self.confirm: Callable[[], None] = lambda: None
-        self._steps = self._steps_at_save = 0  # optimizer steps in this process
         self._limit_s = limit_s
         self._at: int | None = None
         self._ended, self._saves = _NO_STEP, 0
         self._closed_from: int | None = None  # the first step that must wait for the decision
         self._answered = threading.Event()
         self._lock = threading.Lock()
-
-    def confirm_with(self, confirm: Callable[[], None]) -> None:
-        """Set the function with which a stager confirms its copies, and begin to count optimizer steps."""
-        self.confirm = confirm
-        AFTER_STEPS.add(self._count_step)
-
-    def _count_step(self, _: object) -> None:
-        self._steps += 1
-
-    def step_to_repeat(self) -> int | None:
-        """Return the step of the discarded save, or ``None`` if an optimizer of the process has stepped since then."""
-        unchanged = self.pending is not None and self._steps == self._steps_at_save
-        return self.pending.step if unchanged and self.pending is not None else None
 
     def due(self, step: int) -> bool:
         """Return whether to save again after ``step``. Called on the training thread once per step. Not collective.
@@ -87,7 +75,6 @@ class Retake:
             again = self.pending is not None
             self.pending = self.failure = self._at = None
             self._saves += 1
-            self._steps_at_save = self._steps
             return self._saves, again
 
     def save_again(
@@ -101,7 +88,8 @@ class Retake:
         if answer.fails:
             return failure
         when = "at the next call of save()" if answer.at is None else f"at the end of step {answer.at}"
-        again = "A newer save has begun." if answer.superseded else f"The state is saved again {when}, synchronously."
+        again = f"The state is saved again {when}, synchronously; if the run ends earlier, the save has failed."
+        again = "A newer save has begun." if answer.superseded else again
         log = _log.warning if ranks.rank == 0 else _log.info
         log("stagereg: %s. %s", why.rstrip("."), again)
         return None

@@ -21,7 +21,7 @@ import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
 import stagereg.checkpoint.state.entries as entries
 from stagereg.base.crash_report import summarize_exception
-from stagereg.base.option_text import option
+from stagereg.base.option_text import choice, option
 from stagereg.checkpoint.dispatch import Extensions
 from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.format.manifest import MOST
@@ -32,7 +32,7 @@ from stagereg.checkpoint.state.nested import Spreader, expect_reachable
 from stagereg.checkpoint.state.optimizer_state import ParameterNames, optimizers_of
 from stagereg.checkpoint.targets import ReplicaSave, ReplicaSharding, Schedule
 from stagereg.data import LoadsEveryRank
-from stagereg.errors import CheckpointError, StageregError, reason
+from stagereg.errors import CheckpointError, StageregError, WrittenWhileSavedError, reason
 from stagereg.stagers.async_stager import AsyncStager, ConfirmsCopies, ExpectsStage, ReleasesCopies, UnconfirmedCopy
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Saver:
         self._expects = stager if isinstance(stager, ExpectsStage) else None
         self.retake = threads.retake
         if self._confirms is not None:
-            self.retake.confirm_with(self._confirms.confirm)  # a method of this object would keep the state alive
+            self.retake.confirm = self._confirms.confirm  # a method of this object would keep the state alive
 
     def remember(self, state: MutableMapping[str, Any], step: int | None = None) -> None:
         """Keep the program's state and count optimizer steps, so that this rank can save the state after its loop.
@@ -193,10 +193,14 @@ class Saver:
             record.emit("stall", step=step, start=request.called, seconds=stall, **request.tags)
 
     def drop_retake(self) -> None:
-        """Report a discarded save as failed, because it cannot be repeated any more."""
+        """Report a discarded save as failed, because its state does not exist any more."""
         discarded, failure = self.retake.pending, self.retake.failure
         if discarded is not None and failure is not None:
             self.retake.pending = self.retake.failure = None
+            advice = (
+                f"Call wait() before the program writes to a saved state, or use {choice('stager', 'pinned_cached')}."
+            )
+            failure = WrittenWhileSavedError(f"{str(failure).rstrip('.')}. {advice}")
             self._threads.failures.keep_failure(discarded.step, failure)
 
     def save_last(self, seen: int | None, resumed: int | None = None) -> None:
@@ -207,9 +211,9 @@ class Saver:
         """
         if not self._threads.wait():
             return
-        discarded = self.retake.pending is not None
-        seen = self.retake.step_to_repeat() if seen is None else seen
-        own = [-1 if step is None else step for step in (seen, None if discarded else self.stored)]
+        discarded = self.retake.pending  # None on all ranks, or a save of the same step on all ranks
+        done_here = self.stored if discarded is None else discarded.step
+        own = [-1 if step is None else step for step in (seen, done_here)]
         own_too = [*own, self.state is None, any(each.failing for each in self._threads.all)]
         last, done, unknown, failed = self._ranks.max_async(own_too)()
         if failed:

@@ -151,27 +151,44 @@ def test_all_ranks_save_again_at_one_step_if_one_rank_met_a_write(tmp_path: Path
     assert one[-1] == 30
 
 
-def test_the_last_save_is_made_again_at_the_end_of_the_run(tmp_path: Path) -> None:
-    run = Run(writes_from=11)
+@pytest.mark.parametrize("ends", ["the block", "wait", "close"])
+@pytest.mark.parametrize("saves", ["maybe_save", "save"])
+def test_a_state_that_was_replaced_after_its_step_is_not_saved_as_that_step(
+    ends: str, saves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs copy averaged weights into the model after the last step, to evaluate them."""
+    monkeypatch.setattr(deferred_copy, "_STILL_S", 1000 * WAIT_S)  # no copy is confirmed before the write
+    run = Run(writes_from=1000)
+
+    def train() -> None:
+        with Checkpointer(str(tmp_path), every=5) as checkpointer:
+            run.train(checkpointer, range(1, 10))
+            checkpointer.wait()
+            run.step(10)
+            getattr(checkpointer, saves)(10, run.state)
+            run.model.weight.data.fill_(7.0)
+            if ends != "the block":
+                getattr(checkpointer, ends)()
+
+    with pytest.raises(
+        WrittenWhileSavedError, match=r"Step 10 was not saved.*'model\.weight'.*wait\(\).*pinned_cached"
+    ):
+        train()
+    assert run.checked(tmp_path) == [5]
+
+
+def test_a_save_that_was_discarded_before_the_last_step_is_made_again_with_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred_copy, "_STILL_S", 1000 * WAIT_S)
+    run = Run(writes_from=1000)
     with Checkpointer(str(tmp_path), every=10) as checkpointer:
         run.train(checkpointer, range(1, 11))
         with torch.no_grad():
-            run.model(torch.randint(ROWS, (50,)))  # an evaluation, which writes too
-        run.weights[10] = run.model.weight.detach().clone()
-    assert run.checked(tmp_path) == [10]
-
-
-def test_wait_returns_with_the_step_saved_also_if_its_first_save_met_a_write(tmp_path: Path) -> None:
-    run = Run(writes_from=4)
-    with Checkpointer(str(tmp_path), every=10) as checkpointer:
-        for step in range(1, 4):
-            run.step(step)
-        checkpointer.save(3, run.state)
-        with torch.no_grad():
-            run.model(torch.randint(ROWS, (50,)))
-        run.weights[3] = run.model.weight.detach().clone()
-        checkpointer.wait()
-        assert run.checked(tmp_path) == [3]
+            run.model.weight.data[:] = 7.0
+        run.step(11)
+        checkpointer.maybe_save(11, run.state)
+    assert run.checked(tmp_path) == [11]
 
 
 def test_a_program_that_calls_save_by_itself_saves_again_with_its_next_call(tmp_path: Path) -> None:
