@@ -22,6 +22,7 @@ import torch
 
 from stagereg.base.capture import is_capturing
 from stagereg.base.device_copy import DeviceCopy, Packed, Source, await_event
+from stagereg.base.hooks import FREES
 from stagereg.errors import StagingError
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature, tensors_over
 from stagereg.kernel.memory import Lease, Pool
@@ -102,6 +103,9 @@ class HostCopier:
         self.type_check = type_check
         self._layout: Layout | None = None
         self._recognizer: Recognizer | None = None
+        self._storages: set[int] = set()  # addresses of the storages of the last state dict
+        self._is_outdated = False  # whether one of them was resized since
+        self._stop_watching = FREES.add(self._before_free)
 
     def copy(self, state: Any) -> Any:
         """Return an independent copy of ``state`` in host memory. The copier remains usable after an error."""
@@ -114,6 +118,8 @@ class HostCopier:
         self.pool.check_open()
         if is_capturing():
             raise StagingError([], "the current stream captures a CUDA graph. Call stage() before or after the capture")
+        if self._is_outdated:
+            self._is_outdated, self._layout, self._recognizer = False, None, None
         with torch.no_grad(), no_collection():
             known = None if self._recognizer is None else self._recognizer.match(state)
             spec = self._plan(state) if known is None else known
@@ -141,8 +147,15 @@ class HostCopier:
     def close(self) -> None:
         """Free plans, threads and unused memory. Returned copies remain valid. Idempotent."""
         self._layout = self._recognizer = None
+        self._stop_watching()
         self.pool.close()
         self.engine.close()
+
+    def _before_free(self, x: torch.UntypedStorage | torch.Tensor) -> None:
+        """Plan anew if a storage is resized, because it may shrink without changing its address. Any thread."""
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # no storage, such as a sparse tensor
+            address = (x if isinstance(x, torch.UntypedStorage) else x.untyped_storage()).data_ptr()
+            self._is_outdated |= address in self._storages
 
     def _plan(self, state: Any) -> TreeSpec:
         spec = flatten(state, self.type_check)
@@ -150,6 +163,7 @@ class HostCopier:
             rows = signature(spec.tensors)
             if self._layout is None or self._layout.signature != rows:
                 self._layout = plan_layout(spec.tensors, rows)
+                self._storages = {row[4] for row in rows}
                 self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
         except StagingError as error:  # its path contains only the index of a tensor
             (index,) = error.path

@@ -4,9 +4,10 @@ The host queues work long before the device runs it. A write that changes no ver
 while the copy engine still reads the tensor, and the host does not detect it. Two measures prevent or detect this:
 
 - Small tensors are gathered into buffers on the device, on the caller's stream. Later writes do not reach the buffers.
-- For each larger region, a digest is computed on the caller's stream, and again after the copy. The digest is the sum
-  of the bytes as 64-bit integers. It changes with every write, unless all changes of the write cancel out. Both digests
-  read the memory at the speed of the device, which is about 80 times the speed of the link to the host.
+- For each larger region, a digest is computed on the caller's stream, and again after the copy. The digest has the sums
+  of the rows and of the columns of the memory, arranged as a table of 64-bit integers. It changes with every write that
+  changes a value or exchanges values, unless the changes cancel out in each row and in each column. A digest reads the
+  memory twice, at the speed of the device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from stagereg.base.device_copy import BUFFER_BYTES, DeviceCopy, Source, Step, fits, gathered, grouped
 from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Region
+
+_WIDTH = 1024  # 64-bit integers in a row of a digest's table
 
 
 class DeviceSources:
@@ -46,18 +49,20 @@ class DeviceSources:
                 watched += group
         self._watched = [source.data for source in watched]
         self._regions = [by_offset[source.offset] for source in watched]
-        self._before = digests(self._watched)
+        self._before, self._lengths = digests(self._watched)
         self._differ = torch.empty(0, dtype=torch.bool, device="cpu")
         self.steps: list[Step] = DeviceCopy(pending.view, sources, piece_bytes=piece_bytes).steps
 
     def queue_digests(self) -> None:
         """Queue new digests on the current stream, after all steps."""
-        self._differ = (self._before != digests(self._watched)).to("cpu", non_blocking=True)
+        self._differ = (self._before != digests(self._watched)[0]).to("cpu", non_blocking=True)
 
     def written(self) -> list[Region]:
         """Return the regions that were written before their copy ended. Call this when the queued work is complete."""
-        # ``_differ`` is empty if the copy failed before the digests were queued.
-        return [region for region, differs in zip(self._regions, self._differ.tolist(), strict=False) if differs]
+        if not self._differ.numel():  # the copy failed before the digests were queued, or there are none
+            return []
+        differ = self._differ.split(self._lengths)
+        return [region for region, differs in zip(self._regions, differ, strict=True) if differs.any()]
 
 
 def _gathered_in(group: Sequence[Source], room: int) -> torch.Tensor | None:
@@ -68,17 +73,18 @@ def _gathered_in(group: Sequence[Source], room: int) -> torch.Tensor | None:
         return None
 
 
-def digests(sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one digest per tensor, as an int64 tensor of shape ``[len(sources)]`` on the device of the tensors.
+def digests(sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """Return the digests of tensors, one after the other, as an int64 vector on their device; and their lengths.
 
     Args:
         sources: one-dimensional uint8 tensors, at addresses that are multiples of 8.
     """
-    if not sources:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    sums = []
+    parts, lengths = [torch.empty(0, dtype=torch.int64, device=sources[0].device if sources else "cpu")], []
     for source in sources:
-        whole = source.numel() // 8 * 8
-        found = source[:whole].view(torch.int64).sum()
-        sums.append(found if whole == source.numel() else found + source[whole:].sum())
-    return torch.stack(sums)
+        words = source[: source.numel() // 8 * 8].view(torch.int64)
+        rows = words.numel() // _WIDTH
+        table, rest = words[: rows * _WIDTH].view(rows, _WIDTH), words[rows * _WIDTH :]
+        digest = [table.sum(0), table.sum(1), rest, source[8 * words.numel() :].to(torch.int64)]
+        lengths.append(sum(map(len, digest)))
+        parts += filter(len, digest)
+    return torch.cat(parts), lengths

@@ -61,3 +61,17 @@ def test_the_collector_and_the_grad_mode_are_left_as_they_were(was_on: bool) -> 
         assert (copy["w"].grad_fn, copy["conj"].grad_fn) == (None, None)
     finally:
         gc.enable()
+
+
+def test_a_storage_that_shrinks_without_moving_is_not_read_past_its_end() -> None:
+    copier, x = HostCopier(Pool()), torch.ones(100_000)
+    copier.copy({"x": x})
+    storage, address = x.untyped_storage(), x.data_ptr()
+    for i in range(200):  # memory that was just freed is often allocated again
+        storage.resize_(200_000 if i % 2 else 100_000)
+        if storage.data_ptr() == address:
+            break
+    else:
+        pytest.skip("the allocator did not reuse the memory")
+    with pytest.raises(StagingError, match="'x'"):
+        copier.copy({"x": x})
