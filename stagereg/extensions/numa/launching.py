@@ -75,13 +75,21 @@ def find_cpus(local_rank: int) -> tuple[str, int, set[int]]:
 
 
 def bind(cpus: set[int]) -> None:
-    """Bind this process to ``cpus``, except threads that are not bound like the calling thread. Raises: ``OSError``."""
+    """Bind this process to ``cpus``, except threads that are not bound like the calling thread. Raises: ``OSError``.
+
+    Without ``OMP_NUM_THREADS``, torch has counted the CPUs before and computes on that many threads. So this function
+    limits them to the number of ``cpus``.
+    """
+    import torch
+
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):  # the thread has ended
             if os.sched_getaffinity(thread) == before:
                 os.sched_setaffinity(thread, cpus)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(min(torch.get_num_threads(), len(cpus)))
 
 
 def _is_on(cfg: Any) -> bool:

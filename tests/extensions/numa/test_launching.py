@@ -46,7 +46,7 @@ class Machine:
     """A machine with two nodes and two GPUs on each: what a process may use and is bound to, and what it reports."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allowed, self.bound, self.folder = set(range(8)), dict[int, set[int]](), folder
+        self.allowed, self.bound, self.folder, self.threads = set(range(8)), dict[int, set[int]](), folder, 8
         for gpu in range(4):
             self.reports(gpu, str(gpu // 2))
         monkeypatch.setattr(launching, "_DEVICES", folder)
@@ -57,6 +57,9 @@ class Machine:
         monkeypatch.setattr(name, lambda *, numa_node_index: NODES[numa_node_index])
         monkeypatch.setattr("os.sched_getaffinity", lambda thread: self.bound.get(thread, self.allowed))
         monkeypatch.setattr("os.sched_setaffinity", self.bound.__setitem__)
+        monkeypatch.setattr("torch.get_num_threads", lambda: self.threads)
+        monkeypatch.setattr("torch.set_num_threads", lambda count: setattr(self, "threads", count))
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def properties(self, gpu: int) -> SimpleNamespace:
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA0 + gpu, pci_device_id=0)
@@ -98,10 +101,21 @@ def test_a_rank_is_bound_to_the_cpus_that_a_cpuset_leaves_of_the_node(
     assert machine.bound[0] == {4, 5}
 
 
+@pytest.mark.parametrize(("before", "chosen", "after"), [(8, None, 4), (2, None, 2), (8, "8", 8)])
+def test_torch_computes_on_no_more_threads_than_cpus_unless_the_user_chose_their_number(
+    before: int, chosen: str | None, after: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.threads = before
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    run(monkeypatch)
+    assert machine.threads == after
+
+
 def test_nothing_is_bound_unasked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for cfg in ({}, {"numa": "off"}, {"numa": False}):
         run(monkeypatch, cfg=OmegaConf.create(cfg))
-    assert machine.bound == {}
+    assert (machine.bound, machine.threads) == ({}, 8)
 
 
 REASONS = {
@@ -143,7 +157,7 @@ def test_a_rank_that_cannot_be_bound_runs_unbound_and_one_line_says_why(
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("stagereg: numa=auto has no effect on rank 0: ")
     assert REASONS[reason] in line
-    assert machine.bound == {}
+    assert (machine.bound, machine.threads) == ({}, 8)
 
 
 def refuse(*_: object) -> None:
