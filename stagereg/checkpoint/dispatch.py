@@ -119,12 +119,12 @@ class Extensions:
             _log.log(level, text, method, extension.name, reason(error), exc_info=error)
 
 
-def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
-    """Return a function that calls ``method`` through a weak reference. A dead reference returns ``otherwise``."""
+def weakly(method: Callable[P, T], otherwise: T) -> Callable[P, T]:
+    """Return a function that calls a bound method through a weak reference. A dead reference returns ``otherwise``."""
     found = weakref.WeakMethod(method)
 
-    def call() -> T:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         alive = found()
-        return otherwise if alive is None else alive()
+        return otherwise if alive is None else alive(*args, **kwargs)
 
     return call

@@ -8,12 +8,11 @@ not wait. At the end all ranks wait for each other.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from stagereg.checkpoint.dispatch import Extensions
+from stagereg.checkpoint.dispatch import Extensions, weakly
 from stagereg.checkpoint.extension import CheckpointExtension
 from stagereg.checkpoint.ranks.rank_group import RankGroup
 from stagereg.checkpoint.ranks.requests import OperationLog, ShutdownBarrier
@@ -46,7 +45,7 @@ class RankCoordinator:
         self._requests, self._ending = OperationLog(training, f"{name}/saves"), ShutdownBarrier(training, f"{name}/end")
         self._ranks, self._saver, self._background = ranks, saver, background
         self._extensions = extensions
-        self._follow, self._left = weakref.WeakMethod(follow), False
+        self._follow, self._left = weakly(follow, None), False
 
     def post(self, what: str) -> None:
         """Append the operation ``what``, which this rank begins now, to the log. Called on the training thread."""
@@ -62,8 +61,7 @@ class RankCoordinator:
                 targets = self._saver.targets_of(step, everywhere)
                 request = f"{SAVE} {step} {' '.join(map(str, targets))}"
             self.post(request)
-        if (save := self._follow()) is not None:
-            save(what, step, targets, False)
+        self._follow(what, step, targets, False)
 
     def follow(self) -> None:
         """After this rank has left its loop, take part in the other ranks' operations. Called between steps."""
@@ -72,8 +70,8 @@ class RankCoordinator:
             what, step, targets = _read(entry)
             if what == RESTORE:
                 self.answer(entry)
-            elif (follow := self._follow()) is not None:
-                follow(what, step, targets, True)
+            else:
+                self._follow(what, step, targets, True)
 
     def loop_ended(self) -> None:
         """Notify the extensions that all ranks have left the loop of a join. The join calls this on all ranks."""

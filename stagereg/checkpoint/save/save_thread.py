@@ -24,6 +24,7 @@ from functools import partial
 
 import stagereg.base.record as record
 import stagereg.base.shutdown as shutdown
+from stagereg.checkpoint.dispatch import weakly
 from stagereg.checkpoint.extension import CheckpointStats, Saves
 from stagereg.checkpoint.save.committing import WAITING_FOR_OTHERS, ExchangeCache, write_and_commit
 from stagereg.checkpoint.save.failures import Failures
@@ -65,8 +66,8 @@ class SaveThread:
         nearer: Sequence[SaveThread] = (),
     ) -> None:
         self.newest: int | None = None  # step of the newest checkpoint known to be valid; may be set on any thread
-        describe = weakref.WeakMethod(self.describe_newest)  # a reference cycle would keep the thread running
-        self.failures = Failures(warns, target.ranks.rank == 0, lambda: (describe() or str)(), target.where)
+        describe = weakly(self.describe_newest, "")  # a reference cycle would keep the thread running
+        self.failures = Failures(warns, target.ranks.rank == 0, describe, target.where)
         self.stats = stats or CheckpointStats()
         # Called on the thread with the step of each complete checkpoint, before the save ends.
         self.listeners: list[Callable[[int], object]] = []
@@ -76,7 +77,7 @@ class SaveThread:
         self._cache = ExchangeCache(target.repeats)  # used only by the thread
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._look: Callable[[], Callable[[], None] | None] = lambda: None
+        self._look: Callable[[], None] = lambda: None
         self._process = os.getpid()
         self._clearing = False  # whether the thread is deleting checkpoints that are no longer retained
         self._lock = threading.Lock()
@@ -98,7 +99,7 @@ class SaveThread:
 
     def call_when_idle(self, look: Callable[[], None]) -> None:
         """Call the bound method ``look`` on the thread once a second while no save runs. Stores a weak reference."""
-        self._look = weakref.WeakMethod(look)
+        self._look = weakly(look, None)
         self._start()
 
     def _start(self) -> None:
@@ -352,20 +353,18 @@ class SaveThreads(Saves):
             each.close()
 
 
-def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], Callable[[], None] | None]) -> None:
+def _work(saves: queue.SimpleQueue[Callable[[], None] | None], look: Callable[[], None]) -> None:
     give_way()
     while True:
         try:
             write = saves.get(timeout=_IDLE_S)
         except queue.Empty:
-            write = look()
             try:
-                if write is not None:
-                    write()
+                look()
             except Exception:  # the rendezvous store or the process group is gone; later saves still need the thread
                 _log.debug("The check for requests that this rank has missed raised an error.", exc_info=True)
         else:
             if write is None:
                 return
             write()
-        del write  # frees the staged copy while the thread waits for the next save
+            del write  # frees the staged copy while the thread waits for the next save
