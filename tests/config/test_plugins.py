@@ -218,6 +218,14 @@ def test_unpickling_the_source_imports_its_modules(composed: Composed) -> None:
     assert "one" in sys.modules
 
 
+def test_hydra_reports_a_config_that_cannot_be_read_for_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(config_path: str) -> None:
+        raise OSError(config_path)
+
+    monkeypatch.setattr(plugins, "note", fails)
+    assert not source.RegistrySource("stagereg", "stagereg://plugins").is_config("app")
+
+
 def test_every_way_to_write_the_override_is_read(composed: Composed) -> None:
     for name, override in {
         "one": "plugins=[one]",

@@ -245,6 +245,19 @@ def test_state_keeps_its_dtype_unless_the_parameter_has_another_one(tmp_path: Pa
         assert torch.equal(found["master"].float(), optimizer.state[model.weight]["master"])
 
 
+def test_several_optimizers_in_one_entry_keep_the_dtypes_of_each(tmp_path: Path) -> None:
+    saved, fresh = ([net.bfloat16() for net in nets(*seeds)] for seeds in ((1, 2), (3, 4)))
+    pairs = [[Odd([net.weight]) for net in each] for each in (saved, fresh)]
+    for i, (net, optimizer) in enumerate(zip(saved, pairs[0], strict=True)):
+        optimizer.state[net.weight] = {"master": net.weight.float() / (3 + i)}
+    save(tmp_path, models=torch.nn.ModuleList(saved), optimizer=pairs[0])
+    restore(tmp_path, models=torch.nn.ModuleList(fresh), optimizer=pairs[1])
+    for old, new, before, after in zip(saved, fresh, *pairs, strict=True):
+        found, wanted = after.state[new.weight]["master"], before.state[old.weight]["master"]
+        assert found.dtype is torch.float32
+        assert torch.equal(found, wanted)
+
+
 def test_what_a_program_has_more_of_than_was_saved_is_named(tmp_path: Path, caplog: Any) -> None:
     model, other = nets(1, 2)
     save(tmp_path, model=model, optimizer=Odd(model.parameters()))
