@@ -44,6 +44,11 @@ def inner_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from inner_tensors(getattr(x, name))
 
 
+def is_plain_memory(x: torch.Tensor) -> bool:
+    """Return whether the values of ``x`` are the bytes at its address: on the CPU, row-major, not lazily changed."""
+    return x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+
+
 def form_of(x: torch.Tensor) -> str:
     """Describe a tensor except its bytes: its class, and the dtypes and shapes of its inner tensors."""
     x = x._local_tensor if isinstance(x, DTensor) else x

@@ -29,7 +29,7 @@ from stagereg.checkpoint.extension import RestoreRequest
 from stagereg.checkpoint.format.encoding import Leaf, fill, leaves, marks
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.split_tensors import carry, is_split
-from stagereg.checkpoint.format.wrappers import form_of, same_bits, wraps
+from stagereg.checkpoint.format.wrappers import form_of, is_plain_memory, same_bits, wraps
 from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.state.nested import NOTHING, NestedState, find_inside, outer_names
 from stagereg.checkpoint.storage.reading import CheckpointFiles
@@ -345,7 +345,7 @@ def expect_forms(state: Mapping[str, Any], name: str, structure: Any) -> None:
 def _is_plain(live: torch.Tensor) -> bool:
     """Return whether bytes can be read directly into the memory of a tensor."""
     x = entries.local_part(live)
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and is_plain_memory(x) and not x.is_inference()
 
 
 def _are_torchs_own(values: Iterable[Any]) -> bool:

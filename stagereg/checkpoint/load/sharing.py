@@ -105,7 +105,9 @@ def _view(leaf: Leaf) -> _View | None:
 def _in(memory: torch.Tensor, view: _View) -> torch.Tensor:
     x = view.local
     typed = memory[: memory.numel() // x.itemsize * x.itemsize].view(x.dtype)
-    return typed.as_strided(x.shape, x.stride(), x.storage_offset())
+    found = typed.as_strided(x.shape, x.stride(), x.storage_offset())
+    found = found.conj() if x.is_conj() else found
+    return torch._neg_view(found) if x.is_neg() else found
 
 
 def _value(view: _View) -> torch.Tensor:

@@ -31,7 +31,7 @@ from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
-from stagereg.checkpoint.format.wrappers import name_of, wraps
+from stagereg.checkpoint.format.wrappers import is_plain_memory, name_of, wraps
 from stagereg.checkpoint.state.name_map import NameMap
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.checkpoint.storage.protocol import Storage, is_builtin, named
@@ -289,7 +289,7 @@ class Transfer:
 
     def add_tensor(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
         """Add the shard ``part``, whose offsets in the whole tensor are ``start``, to be filled from stored chunks."""
-        plain = part.is_cpu and part.is_contiguous() and part.dtype == stored.dtype
+        plain = is_plain_memory(part) and part.dtype == stored.dtype
         for chunk in stored.chunks or ():
             if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
                 self._move(chunk.file, chunk.offset, part)

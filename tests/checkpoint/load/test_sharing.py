@@ -63,6 +63,35 @@ def test_values_that_agree_keep_the_shared_memory(tmp_path: Path) -> None:
     assert flat.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
 
 
+def test_a_conjugate_and_its_parts_keep_the_shared_memory(tmp_path: Path) -> None:
+    """As in a module that keeps a filter and its conjugate, which torch computes when the values are read."""
+
+    def state(x: torch.Tensor) -> dict[str, Any]:
+        module = nn.Module()
+        for name, each in {"x": x, "conj": x.conj(), "imag": x.conj().imag}.items():
+            module.register_buffer(name, each)
+        return {"module": module, "plain": [x.mH, torch._neg_view(x[0])]}
+
+    x = torch.randn(2, 3, dtype=torch.cfloat)
+    live = state(torch.zeros_like(x))
+    restored(tmp_path, state(x), live)
+    module, (transposed, negative) = live["module"], live["plain"]
+    assert torch.equal(module.x, x)
+    assert torch.equal(module.conj, x.conj())
+    assert torch.equal(module.imag, -x.imag)
+    assert torch.equal(transposed, x.mH)
+    assert torch.equal(negative, -x[0])
+    module.x.zero_()
+    assert not any(each.any() for each in (module.conj, module.imag, transposed, negative))
+
+
+def test_a_conjugate_that_was_saved_with_other_values_gets_memory_of_its_own(tmp_path: Path) -> None:
+    x, saved = torch.zeros(3, dtype=torch.cfloat), torch.randn(3, dtype=torch.cfloat)
+    live = restored(tmp_path, {"x": saved, "conj": saved.clone()}, {"x": x, "conj": x.conj()})
+    assert torch.equal(live["x"], saved)
+    assert torch.equal(live["conj"], saved)
+
+
 def test_a_single_element_of_any_stride_keeps_the_shared_memory(tmp_path: Path) -> None:
     def state(value: float) -> dict[str, Any]:
         x = torch.empty_strided((1,), (7,)).fill_(value)

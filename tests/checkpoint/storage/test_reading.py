@@ -190,6 +190,52 @@ def test_other_shapes_dtypes_and_strides_are_taken_as_before(tmp_path: Path) -> 
     assert (state["y"].dtype, state["z"].tolist()) == (torch.float32, [1, 1, 1])
 
 
+LAZY = {
+    "conjugate": lambda: torch.zeros(4, 3, dtype=torch.cfloat).conj(),
+    "negative": lambda: torch._neg_view(torch.zeros(4, 3)),
+    "both": lambda: torch._neg_view(torch.zeros(4, 3, dtype=torch.cfloat).conj()),
+    "imaginary part": lambda: torch.zeros(4, 3, dtype=torch.cfloat).conj().imag,
+    "parameter": lambda: torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.cfloat).conj()),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("storage", ["dcp", "safetensors", "torch_dcp"])
+def test_tensors_that_torch_conjugates_or_negates_lazily_get_the_saved_values(
+    kind: str, storage: str, tmp_path: Path
+) -> None:
+    x = LAZY[kind]()
+    values = torch.randn(4, 3, dtype=x.dtype)
+    with torch.no_grad():
+        x.copy_(values)
+    module = torch.nn.Module()
+    module.register_parameter("x", torch.nn.Parameter(x))
+    module.register_buffer("y", x.clone())
+    with Checkpointer(str(tmp_path), storage=build("storage", storage)) as checkpointer:
+        checkpointer.save(1, {"plain": x, "module": module})
+        with torch.no_grad():
+            x.zero_()
+            module.y = LAZY[kind]().detach()
+        state = {"plain": LAZY[kind](), "module": module}
+        checkpointer.restore(state)
+    for found in (state["plain"], module.x, module.y):
+        assert torch.equal(found, values)
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_shard_that_torch_conjugates_or_negates_lazily_gets_its_rows(kind: str, tmp_path: Path) -> None:
+    x = LAZY[kind]().detach()
+    values = torch.randn(6, 3, dtype=x.dtype)
+    with saved(tmp_path, {"x": values}) as checkpointer:
+        checkpoint = checkpointer._store.latest()
+        assert checkpoint is not None
+        with CheckpointFiles.of(checkpoint, build("storage", "dcp")) as files:
+            transfer = Transfer(files.file)
+            transfer.add_tensor(x, (1, 0), files.structure("x").stored, "x")
+            transfer.run()
+    assert torch.equal(x, values[1:5])
+
+
 def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) -> None:
     with saved(tmp_path, {"x": torch.ones(100_000)}) as checkpointer:
         checkpointer.restore_options = Restore(verify="fast")
