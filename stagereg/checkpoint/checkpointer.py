@@ -41,7 +41,7 @@ from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import open_store, path_or_url
 from stagereg.checkpoint.targets import ReplicaSharding, Schedule
 from stagereg.checkpoint.together import LEAVE, RESTORE, RankCoordinator
-from stagereg.errors import CheckpointError, ClosedError, Preempted, Stopped, is_consequence
+from stagereg.errors import RESUME_CODE, CheckpointError, ClosedError, Preempted, Stopped, is_consequence
 from stagereg.stagers.async_stager import AsyncStager
 
 _log = logging.getLogger(__name__)
@@ -229,7 +229,10 @@ class Checkpointer:
     def _save(self, what: str, step: int, targets: Sequence[int] | None, follows: bool) -> None:
         if what == LEAVE:
             self._extensions.notify(CheckpointExtension.leaving)
-            self._extensions.exit(step, self._saver.save_to_leave(step, follows), self._how)
+            failure = self._saver.save_to_leave(step, follows)
+            for extension in self._extensions.all:
+                extension.exit(step, failure, self._how)
+            raise SystemExit(RESUME_CODE if failure is None else 1) from failure
         self._saver.save(step, targets, follows)
 
     def listen(self, listener: Callable[[int], object]) -> None:

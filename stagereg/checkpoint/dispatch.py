@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from stagereg.checkpoint.extension import EXTENSIONS, CheckpointExtension, Due
 from stagereg.checkpoint.format.manifest import Manifest
 from stagereg.checkpoint.targets import SaveTarget
-from stagereg.errors import RESUME_CODE, CheckpointError, reason
+from stagereg.errors import reason
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,12 +45,6 @@ class Extensions:
         known = self._answered
         answer = known[1] if known is not None and known[0] == step else self.due(step)
         return answer is Due.LEAVE
-
-    def exit(self, step: int, failure: CheckpointError | None, resume: str | None) -> None:
-        """Call each extension's ``exit()`` in order, then raise ``SystemExit`` unless a call raised. Collective."""
-        for each in self.all:
-            each.exit(step, failure, resume)
-        raise SystemExit(RESUME_CODE if failure is None else 1) from failure
 
     def is_urged(self) -> bool:
         """Return whether an extension on this rank requests the exit of all ranks. Any thread."""

@@ -165,11 +165,10 @@ def not_filled(path: str, value: Any, structure: Any, cast: bool) -> Iterator[st
 
 
 def _is_alike(live: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, here: str, there: str) -> bool:
-    one, other = live.get(here), saved[there]
-    if not isinstance(one, torch.Tensor) or is_lazy(one):
+    one, kind = live.get(here), _kind_of(saved[there])
+    if kind is None or not isinstance(one, torch.Tensor) or is_lazy(one):
         return False
-    kind = _kind_of(other)
-    return kind is not None and kind.fits(entries.TensorKind.of(one), cast)
+    return kind.fits(entries.TensorKind.of(one), cast)
 
 
 def _kind_of(saved: Any) -> entries.TensorKind | None:
