@@ -185,7 +185,7 @@ class DirectoryLock:
         how = self._resume, self.continues, self._known
         root, take = self._store.root, partial(_take, self._store, self._seconds, *how)
         try:
-            self._lock = self._store.backend.in_time(self._seconds, take, StoreLock.release)
+            self._lock = self._store.backend.in_time(self._seconds, take, lambda lock: lock.release())
         except PermissionError as error:
             if not self._store.backend.remote:
                 raise
