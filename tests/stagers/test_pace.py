@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from stagereg import Checkpointer
 from stagereg.base.device_copy import DeviceCopy
 from stagereg.errors import StagingError
 from stagereg.stagers.overlapped import OverlappedStager
 
 from ..support.fake_device import FakeDevice
+from ..support.reading import opened
 from .conftest import WAIT_S
 
 MIB = 2**20
@@ -104,3 +108,23 @@ def test_without_a_pace_everything_is_queued_at_once(fake_device: FakeDevice, mo
 def test_a_pace_that_cannot_be_kept_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(StagingError, match=rf"stager\.{next(iter(options))} must be greater than 0"):
         OverlappedStager(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"device_piece_mib": 1}, {"device_rate": 0.5}], ids=str)
+def test_each_checkpoint_of_a_state_on_a_device_holds_its_step(
+    fake_device: FakeDevice, options: dict[str, float], tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.BatchNorm1d(700), torch.nn.Linear(700, 300))
+    optimizer, view = torch.optim.AdamW(model.parameters()), torch.arange(300.0).view(5, 60)[:, ::9]
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "view": view}
+    expected = {}
+    with Checkpointer(str(tmp_path), every=1, keep=9, stager=OverlappedStager(**options)) as checkpointer:
+        for step in range(1, 7):
+            model(torch.randn(16, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected[step] = {f"model.{name}": x.clone() for name, x in model.state_dict().items()} | {"view": view}
+            checkpointer.maybe_save(step, state)
+    for step, values in expected.items():
+        with opened(f"{tmp_path}/step-{step:08d}", verify=True) as checkpoint:
+            assert all(torch.equal(torch.as_tensor(checkpoint[name]), x) for name, x in values.items())
