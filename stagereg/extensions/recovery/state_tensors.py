@@ -46,6 +46,7 @@ class StateTensors:
         self._names, self._counts = state.keys() - objects.keys(), [*map(len, self._counted)]
         self.known, self.kinds = known_objects(objects), ""  # ``kinds`` as in :class:`StepSnapshot`
         self.unfit = _unfit(state)  # why this state cannot be recorded at the end of a step; empty if it can
+        self.configs: dict[int, tuple[Any, Any]] = {}  # configs in the state, each with a copy, by id
         self.groups = [group for each in _optimizers(objects) for group in each.param_groups]
         self.numbers: list[dict[Any, Any]] = []  # dicts of optimizer state with plain values, if on an accelerator
         self.modules: dict[str, Any] = {}  # entries of the modules, with references to live tensors
