@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import stagereg.checkpoint.store.directory as local
 from stagereg.assembly import Checkpointer
 from stagereg.base import record
 from stagereg.checkpoint.format.index import INDEX
+from stagereg.checkpoint.load.store_source import StoreSource
 from stagereg.checkpoint.options import Restore
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -131,15 +133,21 @@ def test_a_fast_check_reads_the_index_and_no_other_content(
 def test_damage_found_while_reading_changes_no_object(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file disappears between the check and the read."""
-    real = CheckpointStore.contents
+    """The file disappears between the check and the read, which may run at the same time."""
+    contents, files, gone = CheckpointStore.contents, StoreSource.files, threading.Event()
 
-    def contents(self: CheckpointStore, path: str, names: Any) -> Any:
-        found = real(self, path, names)
+    def check(self: CheckpointStore, path: str, names: Any) -> Any:
+        found = contents(self, path, names)
         (path_of(root, 200) / DATA).unlink(missing_ok=True)
+        gone.set()
         return found
 
-    monkeypatch.setattr(CheckpointStore, "contents", contents)
+    def read(self: StoreSource, *arguments: Any) -> Any:
+        assert gone.wait(60)
+        return files(self, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "contents", check)
+    monkeypatch.setattr(StoreSource, "files", read)
     assert restore(root)[0] == 100
     assert f"{DATA}: missing" in seen(caplog)[0]
 
