@@ -13,7 +13,7 @@ import pytest
 import stagereg.plugin
 import stagereg.testing
 from stagereg.base.spec import OPTIONAL, REQUIRED
-from stagereg.commands.scaffold import _MODULES as KINDS
+from stagereg.commands.scaffold import _EXAMPLES as KINDS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text()
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"

@@ -14,6 +14,7 @@ import re
 import shlex
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import stagereg.base.output as output
 import stagereg.registry as registry
@@ -21,36 +22,28 @@ from stagereg.base.spec import with_article
 from stagereg.commands.arguments import add_command
 from stagereg.errors import ConfigError
 
-_MODULES = {
-    "stager": ("stager", "stager_contract"),
-    "joinable": ("average", "hook", "joinable", "training", "joinable_contract"),
-    "join_hook": ("timed", "training", "timed_contract"),
-    "on_commit": ("after_commit", "after_commit_contract"),
-    "keep": ("retention", "retention_contract"),
-    "storage": ("storage", "storage_contract"),
-    "tier": ("tier", "tier_contract"),
+
+class _Example(NamedTuple):
+    """The example of one kind in ``examples/plugin``."""
+
+    name: str  # name of the component
+    prefix: str  # prefix of its class names
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]  # names of the modules with tests, without "test_"
+
+
+_EXAMPLES = {
+    "stager": _Example("bf16", "Bf16", ("stager", "stager_contract"), ("stager",)),
+    "joinable": _Example(
+        "ema", "Ema", ("average", "hook", "joinable", "training", "joinable_contract"), ("average", "join")
+    ),
+    "join_hook": _Example("ddp_timed", "TimedDdp", ("timed", "training", "timed_contract"), ("timed",)),
+    "on_commit": _Example("journal", "Journal", ("after_commit", "after_commit_contract"), ("after_commit",)),
+    "keep": _Example("thinned", "Thinned", ("retention", "retention_contract"), ("retention",)),
+    "storage": _Example("zipped", "Zipped", ("storage", "storage_contract"), ("storage",)),
+    "tier": _Example("local_ssd", "LocalSsd", ("tier", "tier_contract"), ("tier",)),
 }
-"""The modules of ``examples/plugin``, by kind."""
 _PROGRAM = "program"
-_TESTS = {
-    "stager": ("test_stager",),
-    "joinable": ("test_average", "test_join"),
-    "join_hook": ("test_timed",),
-    "on_commit": ("test_after_commit",),
-    "keep": ("test_retention",),
-    "storage": ("test_storage",),
-    "tier": ("test_tier",),
-}
-_NAMES = {
-    "stager": ("bf16", "Bf16"),
-    "joinable": ("ema", "Ema"),
-    "join_hook": ("ddp_timed", "TimedDdp"),
-    "on_commit": ("journal", "Journal"),
-    "keep": ("thinned", "Thinned"),
-    "storage": ("zipped", "Zipped"),
-    "tier": ("local_ssd", "LocalSsd"),
-}
-"""The name of the component in the example and the prefix of its class names, by kind."""
 _CHOSEN = {
     "joinable": "+joinable@join.joinables.mine",
     "join_hook": "join_hook@join.joinables.model.hook",
@@ -72,7 +65,7 @@ _README = """# {distribution}
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     help_ = "generate a plugin package, with types, documentation, contract and passing tests, or a training program"
     parser = add_command(commands, "new", help_, run)
-    kinds = (*_MODULES, _PROGRAM)
+    kinds = (*_EXAMPLES, _PROGRAM)
     parser.add_argument("kind", choices=kinds, help="kind of plugin, or program: one of %(choices)s", metavar="kind")
     name = "name of the plugin, as in stager=NAME, or of the program; lower-case letters, digits and '_'"
     parser.add_argument("name", help=name)
@@ -136,7 +129,8 @@ def _problem(kind: str, name: str) -> str:
         return ""
     if name in registry.names(kind):
         return f"is already the name of {with_article(kind)}: {registry.find(kind, name).origin}"
-    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in (*_RESERVED, *_MODULES, *_MODULES[kind]):
+    reserved = (*_RESERVED, *_EXAMPLES, *_EXAMPLES[kind].modules)
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in reserved:
         return "is reserved: it cannot be both a Python package and a Hydra option"
     found = importlib.util.find_spec(name)
     return "is already a Python module" if found is not None and found.origin is not None else ""
@@ -154,16 +148,16 @@ def _program() -> dict[str, str]:
 
 
 def _files(kind: str, name: str) -> dict[str, str]:
-    example = _folder("example", "examples/plugin")
-    modules = [f"lean_export/{module}.py" for module in _MODULES[kind]]
-    sources = [*modules, *(f"tests/{test}.py" for test in _TESTS[kind]), "pyproject.toml"]
-    texts = {file: (example / file).read_text(encoding="utf-8") for file in sources}
+    example, folder = _EXAMPLES[kind], _folder("example", "examples/plugin")
+    modules = [f"lean_export/{module}.py" for module in example.modules]
+    sources = [*modules, *(f"tests/test_{test}.py" for test in example.tests), "pyproject.toml"]
+    texts = {file: (folder / file).read_text(encoding="utf-8") for file in sources}
     described = f'description = "The {kind} {name} for stagereg."'
     project = re.sub('^description = ".*"', described, texts["pyproject.toml"], flags=re.M)
     # Remove the entry points of modules that are not copied.
-    others = "".join(f"(?!{module}:)" for module in _MODULES[kind])
+    others = "".join(f"(?!{module}:)" for module in example.modules)
     texts["pyproject.toml"] = re.sub(rf'^"\w+\.\w+" = "lean_export\.{others}.*\n', "", project, flags=re.M)
-    old, camel = _NAMES[kind]
+    old = example.name
     quoted = re.compile(rf'(?:(?<=["=])|(?<=: )){old}\b|(?<=\.){old}(?=")')
     distribution = name.replace("_", "-")
     made = {
@@ -172,6 +166,6 @@ def _files(kind: str, name: str) -> dict[str, str]:
         f"{name}/py.typed": "",
     }
     for file, text in texts.items():
-        text = quoted.sub(name, text).replace(camel, name.title().replace("_", ""))
+        text = quoted.sub(name, text).replace(example.prefix, name.title().replace("_", ""))
         made[file.replace("lean_export", name)] = text.replace("lean_export", name).replace("lean-export", distribution)
     return made
