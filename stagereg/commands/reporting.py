@@ -63,14 +63,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     what = "compare with an earlier sweep: its directory, or the output of `stagereg report DIR --json`"
     parser.add_argument("--baseline", default="", metavar="PATH", help=what)
     fails = "exit with code 1 if a median is worse by more than 5%% and a rank-sum test of at least 4 runs confirms it"
-    parser.add_argument("--fail-if", type=_limit, metavar="worse:5%", help=fails)
-
-
-def _limit(text: str) -> float:
-    try:
-        return baseline.limit(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    parser.add_argument("--fail-if", type=baseline.limit, metavar="worse:5%", help=fails)
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -341,21 +334,11 @@ def _stragglers(records: Sequence[RankRecord]) -> Iterator[str]:
 
 
 def _checkpoints(every: Sequence[Saved]) -> Table:
-    several = any(one.restart for one in every)
-    heads = (
-        *(["restart"] if several else []),
-        "step",
-        "saved at s",
-        "stall ms",
-        "staging ms",
-        "writing ms",
-        "total ms",
-        "MiB",
-        "state",
-    )
+    first = 0 if any(one.restart for one in every) else 1  # without restarts, omit the column
+    heads = ("restart", "step", "saved at s", "stall ms", "staging ms", "writing ms", "total ms", "MiB", "state")
     rows = tuple(
         (
-            *([one.restart] if several else []),
+            one.restart,
             one.step,
             one.start,
             _ms(one.stall_s),
@@ -364,10 +347,10 @@ def _checkpoints(every: Sequence[Saved]) -> Table:
             _ms(one.end - one.start) if one.state == "complete" else None,
             one.nbytes / 2**20,
             one.state + (f": {one.error}" if one.error else ""),
-        )
+        )[first:]
         for one in every
     )
-    return Table("Checkpoints", heads, rows, "Times of the slowest rank; MiB: bytes staged by all ranks.")
+    return Table("Checkpoints", heads[first:], rows, "Times of the slowest rank; MiB: bytes staged by all ranks.")
 
 
 def _ms(seconds: float | None) -> float | None:
