@@ -23,7 +23,8 @@ from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
-import stagereg.testing
+import stagereg.testing as testing
+import stagereg.testing.ranks as ranks
 from stagereg.base.crash_report import summarize_exception
 from stagereg.base.installed import normalized
 from stagereg.base.providers import has
@@ -33,27 +34,19 @@ from stagereg.config.instantiate import instantiate
 from stagereg.config.no_tier import NoTier
 from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
 from stagereg.registry import Entry
-from stagereg.testing import (
-    Contract,
-    JoinableContract,
-    JoinHookContract,
-    KeepContract,
-    StagerContract,
-    StorageContract,
-    ranks,
-)
+from stagereg.testing import Contract
 
 _KINDS: dict[str, type[Contract]] = {
-    "stager": StagerContract,
-    "join_hook": JoinHookContract,
-    "joinable": JoinableContract,
-    "keep": KeepContract,
-    "storage": StorageContract,
+    "stager": testing.StagerContract,
+    "join_hook": testing.JoinHookContract,
+    "joinable": testing.JoinableContract,
+    "keep": testing.KeepContract,
+    "storage": testing.StorageContract,
 }
 if has("callbacks"):
-    _KINDS["on_commit"] = stagereg.testing.OnCommitContract
+    _KINDS["on_commit"] = testing.OnCommitContract
 if has("tiers"):
-    _KINDS["tier"] = stagereg.testing.TierContract
+    _KINDS["tier"] = testing.TierContract
 _KEEPS = "The component keeps the contract of {}."
 _TARGET = "STAGEREG_CHECK_TARGET_{}"  # environment variable for each kind; ranks that a test starts inherit it
 
@@ -76,21 +69,21 @@ def run(folder: str, target: str) -> str:
     return ""
 
 
-class ConfiguredStagerContract(StagerContract):
+class ConfiguredStagerContract(testing.StagerContract):
     """The contract of a stager whose package declares no contract. Builds the stager with its default options."""
 
     def make(self) -> Any:
         return _made("stager")
 
 
-class ConfiguredKeepContract(KeepContract):
+class ConfiguredKeepContract(testing.KeepContract):
     """The contract of a retention rule whose package declares no contract. Builds the rule with its default options."""
 
     def make(self) -> Any:
         return _made("keep")
 
 
-class ConfiguredStorageContract(StorageContract):
+class ConfiguredStorageContract(testing.StorageContract):
     """The contract of a storage whose package declares no contract. Builds the storage with its default options."""
 
     def make(self) -> Any:
@@ -101,7 +94,7 @@ _CONFIGURED = {"stager": ConfiguredStagerContract, "keep": ConfiguredKeepContrac
 
 if has("tiers"):
 
-    class ConfiguredTierContract(stagereg.testing.TierContract):
+    class ConfiguredTierContract(testing.TierContract):
         """The contract of a tier whose package declares none. Builds the tier with options that every tier has."""
 
         def make(self, dir: str, **options: Any) -> Any:
@@ -162,7 +155,8 @@ class _Cases:
         tried = [e for e in entries if e.kind == "joinable" and _matching(e, entries, contracts)]
         for entry in entries:
             own = _matching(entry, entries, contracts)
-            owner = next((e.name for e in tried if _own_hook(e) is entry.component is not None), "")
+            hooks = ((e.name, getattr(e.component, "own_hook", None)) for e in tried)
+            owner = next((name for name, hook in hooks if hook is entry.component is not None), "")
             if owner and own is None:
                 section, promise = f"{entry.kind}/{entry.name}  {entry.origin}", _KEEPS.format("a join_hook")
                 self.write(section, "contract", promise, "skipped", f"the contract of joinable/{owner} tests this hook")
@@ -248,10 +242,6 @@ class _Cases:
         assert isinstance(item, pytest.Function)
         number = int(item.nodeid.split("::")[1].removeprefix("Test"))
         return self._contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
-
-
-def _own_hook(entry: Entry) -> Any:
-    return getattr(entry.component, "own_hook", None)
 
 
 def _loaded(entry: Entry) -> str:

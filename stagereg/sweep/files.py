@@ -66,15 +66,11 @@ def _expect_plain(content: Any) -> Any:
                 raise ValueError(f"unsupported type: {type(each).__name__}")
             if isinstance(each, int) and abs(each) > _MOST:
                 raise ValueError(f"an integer is beyond {_MOST:,}")
-        inside = [(*each, *each.values()) if isinstance(each, dict) else each for each in level if _has_parts(each)]
-        level = [part for each in inside for part in each]
+        inside = [each for each in level if isinstance(each, (dict, list))]
+        level = [part for each in inside for part in ((*each, *each.values()) if isinstance(each, dict) else each)]
     if level:
         raise ValueError("nested too deeply")
     return content
-
-
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, (dict, list))
 
 
 @functools.cache

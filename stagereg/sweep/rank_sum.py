@@ -24,7 +24,9 @@ def p_value(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the p-value: the probability that values from one distribution differ at least as much as these."""
     if not one or not other:
         return 1.0
-    ranks = _doubled_ranks([*one, *other])
+    ordered = sorted([*one, *other])
+    # Twice the midrank of each value, so that all ranks are integers.
+    ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) + 1 for value in (*one, *other)]
     number, few = len(ranks), len(one)
     off = abs(sum(ranks[:few]) - few * (number + 1))  # deviation of the rank sum from its expected value, doubled
     if number <= _EXACT:
@@ -40,12 +42,6 @@ def p_value(one: Sequence[float], other: Sequence[float]) -> float:
 def least_p_value(one: int, other: int) -> float:
     """Return the p-value of completely separated samples, the lowest possible, for samples of these two sizes."""
     return min(1.0, 2 / math.comb(one + other, one))
-
-
-def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Return twice the midrank of each value, so that all results are integers."""
-    ordered = sorted(values)
-    return [bisect_left(ordered, value) + bisect_right(ordered, value) + 1 for value in values]
 
 
 @lru_cache(maxsize=64)
