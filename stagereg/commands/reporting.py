@@ -16,7 +16,6 @@ from typing import Any
 
 import stagereg.base.output as output
 import stagereg.commands.baseline as baseline
-import stagereg.commands.several as several
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg.base.overrides import by_key
@@ -32,14 +31,12 @@ from stagereg.sweep.number_text import counted, percent, quantity, shown
 from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, kind_of
 from stagereg.sweep.run import RankRecord, Run, Started
-from stagereg.sweep.selection import Source, compared
+from stagereg.sweep.selection import Source, compared, read_sources
 
 _FIRST, _LAST = 7, 7
 """Number of rows shown at the start and at the end of a long table in a terminal."""
 _FAILURES = 4  # maximum number of failures in the headline of a run; of more failures, only the last is shown
 _STATUS = {"completed": "Completed", "failed": "Failed after", "unfinished": "Unfinished after"}
-
-
 _CODES = (
     "Exit codes: 0, or 2 if the report cannot be created. With --fail-if: 0 if no combination is worse than the "
     "baseline, 1 if a combination is worse, 2 if a combination of the baseline could not be compared."
@@ -91,7 +88,7 @@ def run(asked: argparse.Namespace) -> int:
 def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int:
     if asked.baseline and len(directories) > 1:
         raise ConfigError("--baseline requires exactly one sweep. Name one directory.")
-    sources = several.sources(directories, asked.metric, asked.direction)
+    sources = read_sources(directories, asked.metric, asked.direction)
     comparison = compared(sources, asked.metric, asked.direction)
     document = _plain(comparison) | {"sweeps": list(map(_plain_source, sources))}
     judged = _judged(asked, directories[0], document) if asked.baseline else []
@@ -125,7 +122,7 @@ def _written(
         return ()
     while True:
         files = render.write(comparison, target)
-        newer = compared(several.sources(directories, asked.metric, asked.direction), asked.metric, asked.direction)
+        newer = compared(read_sources(directories, asked.metric, asked.direction), asked.metric, asked.direction)
         if _states(newer) == _states(comparison):
             return files
         comparison = newer
