@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -109,7 +110,9 @@ class InterleavedSweeper(BasicSweeper):
             if not batches or number != batches[-1][-1][0] + 1 or len(batches[-1]) == most:
                 batches.append([])
             batches[-1].append((number, job))
-        self.launcher: Any = _Numbered(self.launcher, [batch[0][0] for batch in batches])
+        firsts, launcher = iter([batch[0][0] for batch in batches]), self.launcher
+        # Each batch gets the job numbers of the plan.
+        self.launcher: Any = SimpleNamespace(launch=lambda batch, initial_job_idx: launcher.launch(batch, next(firsts)))
         return [[job for _, job in batch] for batch in batches]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
@@ -215,16 +218,6 @@ class ContainedTask:
             return None
         finally:
             os.chdir(before)  # Hydra resolves the directory of the next job relative to the working directory.
-
-
-class _Numbered:
-    """Wraps a launcher, so that each batch gets the job numbers of the plan."""
-
-    def __init__(self, launcher: Any, firsts: Sequence[int]) -> None:
-        self._launcher, self._firsts = launcher, iter(firsts)
-
-    def launch(self, batch: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
-        return self._launcher.launch(batch, initial_job_idx=next(self._firsts))
 
 
 def _directories(job: DictConfig, number: int) -> dict[str, str]:

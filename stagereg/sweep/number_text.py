@@ -52,18 +52,15 @@ def column_texts(values: Sequence[float]) -> list[str]:
     whole = all(value == round(value) and _size(value) < _LONG for value in finite)
     digits = dict.fromkeys(finite, _LONG if whole else _FEWEST)
     for most in range(_FEWEST, _MOST):
-        unclear = {value for value in finite if _grown(value, digits[value])}
+        # Rounding may increase the power of ten of the first digit, for example from 0.9999 to 1.
+        rounded = {value: float(_text(value, digits[value]).replace(",", "")) for value in finite}
+        unclear = {value for value in finite if _size(rounded[value]) > _size(value)}
         for one, other in itertools.pairwise(finite):
             same = _text(one, digits[one]) == _text(other, digits[other])
             unclear |= {one, other} if same and not math.isclose(one, other, rel_tol=_ROUNDING) else set()
         more = finite if unclear and most == _FEWEST else unclear
         digits |= {value: digits[value] + 1 for value in more}
     return [_text(value, digits.get(value, _FEWEST)) for value in values]
-
-
-def _grown(value: float, digits: int) -> bool:
-    """Return whether rounding increases the power of ten of the first digit, for example from 0.9999 to 1."""
-    return _size(float(_text(value, digits).replace(",", ""))) > _size(value)
 
 
 def _size(value: float) -> int:

@@ -40,10 +40,6 @@ class PlannedJob:
     overrides: tuple[str, ...]  # overrides of the task, including those that only distinguish repeats
     kept: bool = False  # whether an earlier sweep completed the job, so that it is not launched again
 
-    @property
-    def identity(self) -> Identity:
-        return Identity.of(self.overrides)
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -119,7 +115,7 @@ class Plan:
 
     def select(self, jobs: Iterable[JobResult]) -> list[JobResult]:
         """Return those of ``jobs`` that belong to this sweep."""
-        planned = {os.path.realpath(self.root / job.directory): job.identity for job in self.jobs}
+        planned = {os.path.realpath(self.root / job.directory): Identity.of(job.overrides) for job in self.jobs}
 
         def has(job: JobResult) -> bool:
             identity = planned.get(os.path.realpath(job.directory))
@@ -130,7 +126,9 @@ class Plan:
 
     def progress(self, jobs: Sequence[JobResult]) -> Progress:
         """Return the number of jobs of this sweep in each state. ``jobs``: all jobs in the directory."""
-        own, runs = self.select(jobs), self.runs
+        from stagereg.checkpoint.store.lock import holder
+
+        own, runs = self.select(jobs), holder(self.root / LOCKED) is not None  # a running sweep holds the lock
         states = Counter(job.status for job in own if not runs or job.status != "unfinished" or self._launched(job))
         return Progress(len(self.jobs), states["completed"], states["failed"], states["unfinished"], runs)
 
@@ -141,13 +139,6 @@ class Plan:
         done = sum(self._wrote(self.root / job.directory / RESULT) for job in launched)
         left = (time.time() - self.began) / done * (len(launched) - done) if done else 0.0
         return f"Job {place} of {len(self.jobs)}{f', about {duration(left)} left' if done else ''}."
-
-    @property
-    def runs(self) -> bool:
-        """Whether the sweep is running: a process then holds the lock of the sweep."""
-        from stagereg.checkpoint.store.lock import holder
-
-        return holder(self.root / LOCKED) is not None
 
     def _launched(self, job: JobResult) -> bool:
         """Return whether this sweep launched the job, that is, whether its overrides were written after ``began``."""

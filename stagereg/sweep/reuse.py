@@ -58,9 +58,8 @@ class Reuse:
     def __init__(self, root: Path) -> None:
         self._found: defaultdict[Identity, list[JobResult]] = defaultdict(list)
         self.changed: list[str] = []
-        below = [
-            job for job in jobs_in(root) if job.directory != root
-        ]  # The directory may also belong to a single run.
+        # The directory may also belong to a single run.
+        below = [job for job in jobs_in(root) if job.directory != root]
         for job in sorted(below, key=lambda job: job.status != "completed"):
             self._found[job.identity].append(job)
         taken = {decimal(path.name) for path in root.glob("[0-9]*")} | set(map(_number, below))
