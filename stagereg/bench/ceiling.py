@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from stagereg.base.small_files import sync
+
 ROW = "ceiling"  # name of the row by which the times of all other rows are divided
 
 
@@ -48,11 +50,7 @@ def flush(folder: Path) -> None:
     """Flush every file and directory under ``folder`` to the disk (``fsync``)."""
     for place, _, files in os.walk(folder):
         for path in (*(os.path.join(place, name) for name in files), place):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync(path)
 
 
 def memory(nbytes: int) -> mmap.mmap:

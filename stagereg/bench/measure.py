@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -173,16 +173,13 @@ def quiet() -> Iterator[None]:
     from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 
     log = logging.getLogger("stagereg")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with (
-            warnings.catch_warnings(action="ignore"),
-            mock.patch.object(_AsyncCheckpointProcess, "_checkpointing_subprocess", staticmethod(_save_quietly)),
-        ):
-            yield
-    finally:
-        log.setLevel(level)
+    with ExitStack() as after:
+        after.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        after.enter_context(warnings.catch_warnings(action="ignore"))
+        quietly = staticmethod(_save_quietly)
+        after.enter_context(mock.patch.object(_AsyncCheckpointProcess, "_checkpointing_subprocess", quietly))
+        yield
 
 
 def _save_quietly(*args: Any) -> None:

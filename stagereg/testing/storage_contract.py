@@ -357,11 +357,8 @@ def _folder() -> Iterator[str]:
 def _quiet() -> Iterator[None]:
     """Suppress warnings about the missing process group, and log messages below the level ERROR."""
     log = logging.getLogger("stagereg")
-    level = log.level
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as after:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        after.callback(log.setLevel, log.level)
         log.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            log.setLevel(level)
+        yield

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stagereg.base.machine import file_system
+from stagereg.base.small_files import sync
 from stagereg.errors import ConfigError, reason
 from stagereg.extensions.tiers.tier import Tier
 from stagereg.testing.contract import Contract
@@ -148,22 +149,18 @@ class TierContract(Contract):
     def _use(self, path: Path) -> None:
         """Use the folder as a save does: write a new file, and rename it over an existing file that is open."""
         (path / "held").write_bytes(b"old")
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with open(path / ".next", "w+b") as file, open(path / "held", "rb") as old:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file.write(_DATA)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(path / ".next", path / "held")
-                os.fsync(descriptor)
-                if old.read() != b"old":
-                    raise OSError(errno.EIO, "an open file changed when another file was renamed over it")
-            with open(path / "held", "rb") as new, mmap.mmap(new.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                if mapped[:] != _DATA:
-                    raise OSError(errno.EIO, "a file does not contain the written bytes")
-        finally:
-            os.close(descriptor)
+        with open(path / ".next", "w+b") as file, open(path / "held", "rb") as old:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(_DATA)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(path / ".next", path / "held")
+            sync(path)
+            if old.read() != b"old":
+                raise OSError(errno.EIO, "an open file changed when another file was renamed over it")
+        with open(path / "held", "rb") as new, mmap.mmap(new.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            if mapped[:] != _DATA:
+                raise OSError(errno.EIO, "a file does not contain the written bytes")
 
 
 def _written(rank: int, world_size: int, kind: type[TierContract], folder: str) -> str:
