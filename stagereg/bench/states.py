@@ -13,7 +13,7 @@ small's tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,19 +64,16 @@ def _gpt(scale: float, fill: _Fill) -> State:
     shapes = {f"h.{i}.{n}": shape for i in range(12) for n, shape in enumerate([*matrices, *biases])}
     shapes |= {"wte": (vocabulary, width), "wpe": (context, width), "ln_f.weight": (width,), "ln_f.bias": (width,)}
     model = {name: fill(*shape) for name, shape in shapes.items()}
-    return State({"model": model, "optimizer": _adam(list(model.values()), fill)})
+    state = {
+        i: {"step": torch.tensor(1.0), "exp_avg": fill(*x.shape), "exp_avg_sq": fill(*x.shape)}
+        for i, x in enumerate(model.values())
+    }
+    return State({"model": model, "optimizer": {"state": state}})
 
 
 def _small(scale: float, fill: _Fill) -> State:
     count = max(1, round(20_000 * scale))
     return State({f"cell.{i}": fill(256 + i * 389 % 769) for i in range(count)})
-
-
-def _adam(parameters: Sequence[torch.Tensor], fill: _Fill) -> dict[str, Any]:
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for i, x in enumerate(parameters):
-        state[i] = {"step": torch.tensor(1.0), "exp_avg": fill(*x.shape), "exp_avg_sq": fill(*x.shape)}
-    return {"state": state}
 
 
 def shrunk(size: int, scale: float) -> int:

@@ -15,6 +15,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,18 +154,13 @@ class StageregCheckpointIO(CheckpointIO):
         for option in [option for option, value in refused.items() if value is not None]:
             raise ConfigError(f"StageregCheckpointIO does not support {option}.")
         parent, name = self.agree(lambda: split(path))
-        directory = self.directory(parent)
-        directory.save(state, self.agree(lambda: directory.begin(name)))
-        if name.startswith("hpc_ckpt"):  # Lightning requeues the Slurm job immediately after this save
-            directory.checkpointer.wait()
-
-    def directory(self, parent: str) -> NamedCheckpoints:
-        """Return the open ``NamedCheckpoints`` of the directory ``parent``. Collective."""
         directory = self._directories.get(parent)
         if directory is None or not directory.is_open:
             directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())
             self._directories[parent] = directory
-        return directory
+        directory.save(state, self.agree(partial(directory.begin, name)))
+        if name.startswith("hpc_ckpt"):  # Lightning requeues the Slurm job immediately after this save
+            directory.checkpointer.wait()
 
     def choose(self, path: str | Path, verify: bool = True) -> str | None:
         """Return the directory of a valid checkpoint, or ``None`` if Lightning itself wrote ``path``. Collective."""

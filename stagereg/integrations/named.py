@@ -182,20 +182,17 @@ class NamedCheckpoints:
             made.rename(hidden / made.name)
             sync(hidden)
             try:
-                before = self._replace(path, hidden)
+                if self._replaces_files:
+                    before = [exchange(hidden, path)]
+                else:
+                    hidden.rename(path)  # raises OSError if path exists and is not an empty directory
+                    before = []
             except OSError:
                 (hidden / made.name).rename(made)  # undo the first rename, so that the next save can repeat both
                 raise
             sync(self._parent)
         for each in before:
             delete(each, self._store)
-
-    def _replace(self, path: Path, hidden: Path) -> list[Path]:
-        """Rename ``hidden`` to ``path``. Return the path to which a file at ``path`` was moved, in a list."""
-        if self._replaces_files:
-            return [exchange(hidden, path)]
-        hidden.rename(path)  # raises OSError if path exists and is not an empty directory
-        return []
 
 
 def restore(

@@ -53,12 +53,9 @@ class Diagnostics(CheckpointExtension):
         self._forgotten = ForgottenObjects(setup.ranks)
         _all.add(self)
 
+    @first_save.only_looks
     def given(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self._warn_of_copies(state)
-
-    @first_save.only_looks
-    def _warn_of_copies(self, state: Mapping[str, Any]) -> None:
         found = [] if self._warned else [pair for name in state for pair in state_dicts(state[name], name)]
         if any(kind == "module" for _, kind in found) and any(modules_of(state[name]) for name in state):
             found = [pair for pair in found if pair[1] != "module"]  # may be intended copies, such as the best model

@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -136,7 +136,10 @@ class StaleNumbers:
             numbers = {name: value for name, value in state.items() if type(value) in (int, float)}
             self._state, self._seen = id(state), {name: (value, set()) for name, value in numbers.items()}
         self._seen = {name: each for name, each in self._seen.items() if state.get(name) == each[0]}
-        for name, value in _variables(self._seen).items():
+        variables = search_program(lambda space: {name: space[name] for name in self._seen if name in space})
+        for name, value in variables.items():
+            if type(value) not in (int, float):
+                continue
             saved, others = self._seen[name]
             others |= {value} - {saved}
             if len(others) == _SEEN:
@@ -147,12 +150,6 @@ class StaleNumbers:
                     "%s before each save, or create a new dict for each save.",
                     *(name, saved, name, value, name, name),
                 )
-
-
-def _variables(names: Iterable[str]) -> dict[str, float]:
-    """Return the variables of the program that have these names and are numbers."""
-    found = search_program(lambda space: {name: space[name] for name in names if name in space})
-    return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 
 def search_program(find: Callable[[Mapping[str, Any]], T]) -> T:

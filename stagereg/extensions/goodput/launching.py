@@ -45,14 +45,10 @@ class GoodputRank(RankExtension):
             phases.begin(Path(directory), attempt, self._previous)
 
     def noted(self, rank: ThisRank, why: str) -> None:
-        note_failure(rank, why)
-
-
-def note_failure(rank: ThisRank, why: str) -> None:
-    """Record why this attempt failed, unless another rank has done so. Ignores an unreachable rendezvous store."""
-    with contextlib.suppress(RuntimeError):
-        if rank.store.is_first("a failure"):
-            rank.store.leave(_NOTE, {"why": why, "noticed": time.time()})
+        """Record why this attempt failed, unless another rank has done so. Ignores an unreachable rendezvous store."""
+        with contextlib.suppress(RuntimeError):
+            if rank.store.is_first("a failure"):
+                rank.store.leave(_NOTE, {"why": why, "noticed": time.time()})
 
 
 launcher, rank = GoodputLauncher, GoodputRank

@@ -124,20 +124,16 @@ class PreemptionConsensus(CheckpointExtension):
         raise exception from failure
 
     def follow(self, over: bool) -> None:
-        self._follow()
+        if self.agreed is None and self._exchanging:
+            try:
+                self._read_exchange()
+                while self._requests.take_next() is not None:
+                    self._begin_exchange()
+                    self._read_exchange()
+            except (CheckpointError, RuntimeError) as error:
+                self._give_up(error)
         if over:  # only ranks in the loop have made calls, so all ranks count again from 0
             self._calls, self._since = 0, record.now()
-
-    def _follow(self) -> None:
-        if self.agreed is not None or not self._exchanging:
-            return
-        try:
-            self._read_exchange()
-            while self._requests.take_next() is not None:
-                self._begin_exchange()
-                self._read_exchange()
-        except (CheckpointError, RuntimeError) as error:
-            self._give_up(error)
 
     def idle(self) -> None:
         if self._requests.take_missed() is not None:

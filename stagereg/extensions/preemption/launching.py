@@ -24,7 +24,15 @@ class PreemptionLauncher(LaunchExtension):
         self._unstepped: signal.Signals | None = None  # the signal that terminated ranks before any step
 
     def ending(self, end: End) -> bool:
-        self._unstepped = _find_unstepped(end)
+        """Note the signal that terminated the ranks. Return False if a rank exited otherwise or had taken a step.
+
+        Exit code 75 does not identify the signal. For that code, note the signal that the launcher forwarded.
+        """
+        self._unstepped = None
+        if end.codes and {*end.codes.values()} <= {RESUME_CODE, *(-each for each in SIGNALS)}:
+            received = next((each for each in SIGNALS if -each in end.codes.values()), end.forwarded or signal.SIGTERM)
+            with contextlib.suppress(RuntimeError):  # the store raises it if the machine of the store has failed
+                self._unstepped = None if end.attempt.store.get(STEPPED) else received
         return self._unstepped is not None
 
     def after(self, end: End) -> Exit | None:
@@ -49,19 +57,6 @@ class PreemptionRank(RankExtension):
         if rank.launched:
             first_step.call_at_first_step(report)
         return nullcontext()
-
-
-def _find_unstepped(end: End) -> signal.Signals | None:
-    """Return the signal that terminated the ranks; ``None`` if a rank had another reason to exit or had taken a step.
-
-    Exit code 75 does not identify the signal. For that code, return the signal that the launcher forwarded.
-    """
-    if not end.codes or not {*end.codes.values()} <= {RESUME_CODE, *(-each for each in SIGNALS)}:
-        return None
-    received = next((each for each in SIGNALS if -each in end.codes.values()), end.forwarded or signal.SIGTERM)
-    with contextlib.suppress(RuntimeError):  # the store raises it if the machine of the store has failed
-        return None if end.attempt.store.get(STEPPED) else received
-    return None
 
 
 launcher, rank = PreemptionLauncher, PreemptionRank

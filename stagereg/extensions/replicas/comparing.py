@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import stagereg.checkpoint.format.split_tensors as split_tensors
-import stagereg.checkpoint.state.entries as entries
 from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.encoding import walk
@@ -173,20 +172,6 @@ def expect_alike(tables: Mapping[int, Sequence[EntryContents]]) -> None:
             "identical: find out why they diverged. Shards of a tensor must be a DTensor. For a value that differs "
             "per rank, use stagereg.per_rank(value), or a different name on each rank."
         )
-
-
-class BufferNames:
-    """Finds the names of a state's buffers, which may differ between replicas. Used on the training thread."""
-
-    def __init__(self) -> None:
-        self._found: tuple[dict[str, Any], Collection[str]] | None = None  # keys of the entries, and their buffers
-
-    def find(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Collection[str]:
-        """Return the names of the buffers. Searches the modules again only if the keys of an entry have changed."""
-        keys = {name: tuple(value) for name, value in captured.items() if isinstance(value, Mapping)}
-        if self._found is None or self._found[0] != keys:
-            self._found = keys, entries.buffers(state)
-        return self._found[1]
 
 
 class Place(NamedTuple):

@@ -26,7 +26,6 @@ from stagereg.checkpoint.targets import Part, Question, ReplicaSave, ReplicaShar
 from stagereg.checkpoint.targets import Shards as WrittenShards
 from stagereg.errors import RankMismatchError, name_ranks
 from stagereg.extensions.replicas.comparing import (
-    BufferNames,
     Compared,
     EntryContents,
     HeldTensor,
@@ -83,12 +82,19 @@ class ReplicaShards(ReplicaSharding):
         self.share = share
         self._every = every
         self._numbers = itertools.count()
-        self.buffers = BufferNames()
+        self._buffers: tuple[dict[str, Any], Collection[str]] | None = None  # keys of the entries, and their buffers
         self._known: dict[int, Shares | None] = {-2: None, -1: None}  # number of a save -> shards known after this save
         self._compared: tuple[int, frozenset[str]] = -1, frozenset()  # last save with a comparison; names compared
 
     def begin_save(self) -> ShardedSave:
         return ShardedSave(self, next(self._numbers))
+
+    def buffers(self, state: Mapping[str, Any], captured: Mapping[str, Any]) -> Collection[str]:
+        """Return the names of the state's buffers. Searches again only if the keys of an entry have changed."""
+        keys = {name: tuple(value) for name, value in captured.items() if isinstance(value, Mapping)}
+        if self._buffers is None or self._buffers[0] != keys:
+            self._buffers = keys, state_entries.buffers(state)
+        return self._buffers[1]
 
     def note_compared(self, number: int, names: Iterable[str]) -> None:
         """Record the dotted names of all values that the ranks compare in a save. Called on rank 0."""
@@ -162,7 +168,7 @@ class ShardedSave(ReplicaSave):
 
     def stage(self, state: Mapping[str, Any], captured: dict[str, Any], follows: bool) -> dict[str, Any]:
         if not follows:
-            self._buffers = self._book.buffers.find(state, captured)
+            self._buffers = self._book.buffers(state, captured)
         if (found := self._book.cut(self.number, captured)) is not None:
             captured, self._shares = found
         elif not follows:
@@ -236,20 +242,11 @@ def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
     return found
 
 
-def _name(kind: Kind, cut: RowSlice) -> str:
-    return ".".join(map(str, (kind[0], *cut.holder, cut.key)))
-
-
-def _local(value: Any, cut: RowSlice) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds. ``value`` is the entry with the tensor."""
-    return local_part(functools.reduce(lambda at, step: at[step], (*cut.holder, cut.key), value)).detach()
-
-
 def _sample(value: Any, cuts: Sequence[RowSlice]) -> list[torch.Tensor]:
     """Return a few elements of a few tensors of an entry. All ranks select the same elements in each save."""
     found = []
     for each in cuts[:: max(1, len(cuts) // _SAMPLED)]:
-        x = _local(value, each)
+        x = local_part(functools.reduce(lambda at, step: at[step], (*each.holder, each.key), value)).detach()
         if x.is_contiguous():
             found.append(x.view(-1)[x.numel() // 2 :][:_SAMPLED])
     return found
@@ -316,7 +313,7 @@ def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, o
         kept = [*{piece.name: cut for piece, cut in each if piece.name not in compared.mixed}.values()]
         if kept:
             found.cuts[kind], found.first[kind] = kept, first
-            found.parts.update({_name(kind, each): each.part for each in kept})
+            found.parts.update({".".join(map(str, (kind[0], *cut.holder, cut.key))): cut.part for cut in kept})
     return found
 
 

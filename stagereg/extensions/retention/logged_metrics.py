@@ -82,9 +82,6 @@ class LoggedMetrics(CheckpointExtension):
         return {"metrics": self.of_step(step)}
 
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
-        self.forget_steps()
-
-    def forget_steps(self) -> None:
         """Delete the metrics of all steps, because the steps after a restore have new metrics."""
         with self._lock:
             self._logged.clear()

@@ -212,7 +212,7 @@ def test_the_first_save_names_what_restore_would_not_take(
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(first_save, "leaves"), (first_save, "memory_of"), (first_save, "listed"), (first_save, "_variables")],
+    [(first_save, "leaves"), (first_save, "memory_of"), (first_save, "listed"), (first_save, "search_program")],
 )
 def test_a_check_that_fails_is_skipped_and_the_save_is_the_same(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

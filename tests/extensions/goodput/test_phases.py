@@ -20,7 +20,7 @@ import stagereg.extensions.goodput.phases as phases
 from stagereg.assembly import Checkpointer
 from stagereg.base import record
 from stagereg.checkpoint.format.manifest import Manifest
-from stagereg.extensions.goodput.launching import GoodputRank, note_failure
+from stagereg.extensions.goodput.launching import GoodputRank
 from stagereg.launch.rank import Rank
 from stagereg.launch.run_store import RunStore
 
@@ -188,12 +188,12 @@ def test_the_first_to_fail_notes_why_and_one_attempt_takes_it() -> None:
 
     first, second, third = ranks("1"), ranks("2"), ranks("3")
     assert taken(first[0]) is None
-    note_failure(first[1], "rank 0 failed.\nError on this rank: an error")
-    note_failure(first[0], "a consequence")
+    GoodputRank().noted(first[1], "rank 0 failed.\nError on this rank: an error")
+    GoodputRank().noted(first[0], "a consequence")
     assert taken(second[1]) is None
     assert taken(second[0]) == {"why": "rank 0 failed.\nError on this rank: an error", "noticed": NOW}
     assert taken(third[0]) is None
-    note_failure(second[1], "again")
+    GoodputRank().noted(second[1], "again")
     assert taken(third[0]) == {"why": "again", "noticed": NOW}
 
 
