@@ -10,7 +10,9 @@ import io
 import json
 import math
 import re
+import statistics
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,6 @@ from stagereg.sweep.cell import Cell
 from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import Metric, metric
 from stagereg.sweep.number_text import column_texts, counted, parameter_text, shown
-from stagereg.sweep.render.options import options_of
 
 # Definitions of columns whose numbers are not metrics of runs.
 RATIO = Metric("vs_best", "vs best", "", "", "The median of the ranking metric, divided by the best row's median.")
@@ -182,9 +183,41 @@ def first_line(error: str) -> str:
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
 
 
+@dataclass(frozen=True)
+class _Option:
+    """A swept option, with the median of the ranking metric for each value of the option.
+
+    A combination of the other options counts only if it ran with every value of this option and has finite results.
+    Otherwise, a value that ran only with slow combinations would look slow itself.
+    """
+
+    name: str
+    medians: dict[str | None, float]  # by value of the option: the median, best first; empty if no combination counts
+    runs: dict[str | None, int]  # by value of the option: the number of runs
+    counting: int  # number of combinations of the other options that count
+    others: int  # number of all combinations of the other options
+
+
+def _option(comparison: Comparison, name: str) -> _Option:
+    found: defaultdict[tuple[object, ...], dict[str | None, list[float]]] = defaultdict(dict)
+    for row in comparison.rows:
+        cell = row.cells.get(comparison.ranking.name)
+        if cell and not row.again and (values := [value for value in cell.values if math.isfinite(value)]):
+            others = (row.versions, *(row.parameters.get(each) for each in comparison.parameters if each != name))
+            found[others][row.parameters.get(name)] = values
+    every = dict.fromkeys(value for values in found.values() for value in values)
+    counting = [values for values in found.values() if values.keys() == every.keys()] if len(every) > 1 else []
+    of_value = {value: [values[value] for values in counting] for value in every} if counting else {}
+    medians = {value: statistics.median(map(statistics.median, several)) for value, several in of_value.items()}
+    best_first = sorted(medians.items(), key=lambda each: comparison.ranking.sign * each[1])
+    runs = {value: sum(map(len, several)) for value, several in of_value.items()}
+    return _Option(name, dict(best_first), runs, len(counting), len(found))
+
+
 def option_table(comparison: Comparison) -> Table | None:
     """Return a table of the ranking metric for each value of each swept option, or ``None`` if it has no rows."""
-    options = options_of(comparison)
+    swept = [name for name in comparison.parameters if len({row.parameters.get(name) for row in comparison.rows}) > 1]
+    options = [_option(comparison, name) for name in swept] if len(swept) > 1 else []
     texts = iter(column_texts([median for one in options for median in one.medians.values()]))
     rows: list[tuple[Value, ...]] = []
     notes = ["Medians over all combinations of the other options, without a significance test."]
