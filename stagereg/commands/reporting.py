@@ -33,8 +33,7 @@ from stagereg.sweep.result import JobResult, kind_of
 from stagereg.sweep.run import RankRecord, Run, Started
 from stagereg.sweep.selection import Source, compared, read_sources
 
-_FIRST, _LAST = 7, 7
-"""Number of rows shown at the start and at the end of a long table in a terminal."""
+_ENDS = 7  # number of rows shown at the start, and at the end, of a long table in a terminal
 _FAILURES = 4  # maximum number of failures in the headline of a run; of more failures, only the last is shown
 _STATUS = {"completed": "Completed", "failed": "Failed after", "unfinished": "Unfinished after"}
 _CODES = (
@@ -219,8 +218,8 @@ class RunReport:
             output.table(f"Metrics{of}", (), [(name, figure_text(name, found[name])) for name in in_order(found)])
         for table in self._tables:
             rows = [tuple(map(_cell, row)) for row in table.rows]
-            if len(rows) > _FIRST + _LAST + 1:
-                rows[_FIRST:-_LAST] = [("…", *[""] * (len(table.columns) - 1))]
+            if len(rows) > 2 * _ENDS + 1:
+                rows[_ENDS:-_ENDS] = [("…", *[""] * (len(table.columns) - 1))]
             output.echo()
             columns = tuple(map(str, table.columns))
             output.table(table.title, columns, rows, verdict="state" if "state" in columns else "")

@@ -32,7 +32,7 @@ from stagereg.checkpoint.options import Restore
 from stagereg.errors import ConfigError, nearest
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.lightning_resume import RESUME
-from stagereg.integrations.lightning_strategies import SHARDED, kind_of, read_entries
+from stagereg.integrations.lightning_strategies import KINDS, SHARDED, read_entries
 from stagereg.integrations.lightning_uneven import UnevenInputs
 from stagereg.integrations.named import NamedCheckpoints, choose, delete, restore, split
 from stagereg.registry import build, names
@@ -96,7 +96,8 @@ class StageregCheckpointIO(CheckpointIO):
     def attach(self, strategy: Any) -> None:
         """Replace the checkpoint methods of ``strategy``. Called when a ``Trainer`` or ``Fabric`` is created."""
         kind, usual = type(strategy), (FabricStrategy.save_checkpoint, Strategy.save_checkpoint)
-        saving, shards = kind_of(strategy), isinstance(strategy, tuple(SHARDED))
+        saving = next(KINDS[base] for base in KINDS if isinstance(strategy, base))
+        shards = isinstance(strategy, tuple(SHARDED))
         if not shards and kind.save_checkpoint not in usual:
             raise ConfigError(
                 f"{kind.__name__} writes its own checkpoints. Use ddp, or ModelParallelStrategy for sharded models."

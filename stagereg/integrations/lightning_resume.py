@@ -64,12 +64,10 @@ class ResumedFit:
         self._loaded = None
 
     def _before_first_iterator(self) -> None:
-        """Replaces the method that ``fit`` calls right before it creates a data iterator."""
         type(self._fit_loop)._load_combined_loader_states(self._fit_loop)
         self._began = {"iterator": _generators()}
 
     def _begin_epoch(self, fetcher: Any) -> None:
-        """Replaces ``on_run_start`` of the epoch loop."""
         loop, loaded, before = self._fit_loop.epoch_loop, self._loaded, _generators()
         type(loop).on_run_start(loop, fetcher)
         self._loaded, done = None, loop.batch_progress.current.ready

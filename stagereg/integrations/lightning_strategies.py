@@ -129,12 +129,8 @@ class _ShardedFabric(WholeSaving):
 
 
 SHARDED: dict[type[Any], type[WholeSaving]] = {FabricModelParallel: _ShardedFabric, ModelParallelStrategy: _Sharded}
-_KINDS: dict[Any, type[WholeSaving]] = {**SHARDED, FabricStrategy: _WholeFabric, Strategy: _WholeFit}
-
-
-def kind_of(strategy: Any) -> type[WholeSaving]:
-    """Return the class whose methods replace those of ``strategy``."""
-    return next(_KINDS[base] for base in _KINDS if isinstance(strategy, base))
+KINDS: dict[Any, type[WholeSaving]] = {**SHARDED, FabricStrategy: _WholeFabric, Strategy: _WholeFit}
+"""By strategy class, the most specific first: the class whose methods replace those of a strategy."""
 
 
 def read_entries(chosen: str, wanted: Callable[[str], bool], device: Any = "cpu") -> dict[str, Any]:

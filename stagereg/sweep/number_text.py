@@ -34,12 +34,9 @@ def shown(value: float) -> str:
 
     If rounding would make a number look like an integer, it gets up to six digits after the point: ``0.9999``.
     """
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    magnitude = math.floor(math.log10(abs(value)))
-    if not -4 <= magnitude < 9:
+    if not math.isfinite(value) or not -4 <= _size(value) < _LONG:
         return f"{value:.3g}"
-    digits = max(0, 2 - magnitude)
+    digits = max(0, 2 - _size(value))
     while 0 < digits < _FINEST and value % 1 and float(f"{value:.{digits}f}").is_integer():
         digits += 1
     text = f"{value:,.{digits}f}"

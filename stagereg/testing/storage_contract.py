@@ -144,7 +144,7 @@ class StorageContract(Contract):
             self._expect_restored(folder, {"sharded": full, "of.rank1": _ones(3)})
         with _folder() as folder:
             self._save(folder, {"sharded": full})
-            self._expect("saved on 1 rank, restored on 2: ", self.on_ranks("", 2, _restore_shards, type(self), folder))
+            self._expect("saved on 1 rank, restored on 2: ", self.on_ranks("", 2, _restore, type(self), folder, True))
 
     def test_corrupt_files(self) -> None:
         """The checksums detect each truncated, changed or missing file, and a restore from it raises an error."""
@@ -313,8 +313,8 @@ def _restored(storage: Storage, folder: str, state: dict[str, Any], step: int) -
     return state
 
 
-def _restore(rank: int, world_size: int, kind: type[StorageContract], folder: str) -> str:
-    state = {**_tensors(), **_objects()}
+def _restore(rank: int, world_size: int, kind: type[StorageContract], folder: str, sharded: bool = False) -> str:
+    state = {"sharded": _sharded()} if sharded else {**_tensors(), **_objects()}
     return difference(_restored(kind().make(), folder, _blank(state), 1), state)
 
 
@@ -327,11 +327,6 @@ def _save_shards(rank: int, world_size: int, kind: type[StorageContract], folder
     _save(kind().make(), folder, state)
     dist.barrier()
     return difference(_restored(kind().make(), folder, _blank(state), 1), state) if restores else ""
-
-
-def _restore_shards(rank: int, world_size: int, kind: type[StorageContract], folder: str) -> str:
-    state = {"sharded": _sharded()}
-    return difference(_restored(kind().make(), folder, _blank(state), 1), state)
 
 
 def _fill_disk(rank: int, world_size: int, kind: type[StorageContract], folder: str) -> str:

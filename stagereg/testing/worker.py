@@ -135,7 +135,6 @@ def _call(job: Assignment) -> None:
 
 
 def _await_all(store: Any, job: Assignment, milestone: str) -> None:
-    """Wait until all ranks have reached the point named ``milestone``."""
     store.add(milestone, 1)
     while store.add(milestone, 0) < job.world_size:
         time.sleep(0.002)

@@ -66,13 +66,13 @@ class CopyTo:
                     if source.look(one.path).manifest != one.manifest:
                         continue  # the checkpoint was deleted meanwhile
                     try:
-                        self._copy(one, source, target, copies[one.path])
+                        self._copy(one, target, copies[one.path])
                     except CheckpointError as error:  # later checkpoints may be valid
                         failed.append(error)
         if failed:
             raise failed[0]
 
-    def _copy(self, one: Checkpoint, source: CheckpointStore, target: CheckpointStore, place: str) -> None:
+    def _copy(self, one: Checkpoint, target: CheckpointStore, place: str) -> None:
         manifest = one.manifest
         if target.backend.remote:
             target.backend.make(place)

@@ -71,11 +71,10 @@ def warn_of_other_kinds(kinds: Mapping[str, tuple[TensorKind, bool]], stager: st
     other = {path: kind for path, kind in there.items() if not kind.fits(*kinds[path])}
     if not other:
         return
+    what = "Use"
     if all(each.fits(kinds[path][0], True) for path, each in other.items()):
         cast = option("checkpoint.restore.cast", True)
         what = f"For smaller checkpoints, {cast} makes restore() convert them; otherwise use"
-    else:
-        what = "Use"
     _log.warning(
         "stagereg: stage() of %s returns %d tensor%s of another dtype, which restore() does not accept: %s. "
         "%s another stager, such as 'overlapped'.",

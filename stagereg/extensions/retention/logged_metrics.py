@@ -74,12 +74,9 @@ class LoggedMetrics(CheckpointExtension):
             self._saved.pop(step, None)
             _hold(self._saved, step, dict(self._logged.get(step, {})))
 
-    def of_step(self, step: int) -> dict[str, float]:
-        with self._lock:
-            return dict(self._saved.get(step, self._logged.get(step, {})))
-
     def manifest_fields(self, step: int) -> Mapping[str, Any]:
-        return {"metrics": self.of_step(step)}
+        with self._lock:
+            return {"metrics": dict(self._saved.get(step, self._logged.get(step, {})))}
 
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
         """Delete the metrics of all steps, because the steps after a restore have new metrics."""

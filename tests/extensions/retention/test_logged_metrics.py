@@ -106,7 +106,7 @@ def test_memory_for_metrics_is_bounded(caplog: Any, tmp_path: Path) -> None:
     assert 9_999 in logged._logged
     with caplog.at_level(logging.WARNING):
         logged.add(10_001, {f"metric {i}": 0.0 for i in range(1000)} | {"\ud800": 0.0, "x" * 1000: 0.0})
-    assert (len(logged.of_step(10_001)), len(caplog.records)) == (256, 1)
+    assert (len(logged.manifest_fields(10_001)["metrics"]), len(caplog.records)) == (256, 1)
     for i in range(1000):
         logged.add(9_999 - i % 8, {f"late {i}": 0.0})
     assert len(logged._late) == 256
