@@ -152,7 +152,7 @@ class HostCopier:
         self.engine.close()
 
     def _before_free(self, x: torch.UntypedStorage | torch.Tensor) -> None:
-        """Plan anew if a storage is resized, because it may shrink without changing its address. Any thread."""
+        """Note that a storage is resized, because it may shrink without changing its address. Any thread."""
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # no storage, such as a sparse tensor
             address = (x if isinstance(x, torch.UntypedStorage) else x.untyped_storage()).data_ptr()
             self._is_outdated |= address in self._storages

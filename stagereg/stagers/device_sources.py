@@ -59,7 +59,7 @@ class DeviceSources:
 
     def written(self) -> list[Region]:
         """Return the regions that were written before their copy ended. Call this when the queued work is complete."""
-        if not self._differ.numel():  # the copy failed before the digests were queued, or there are none
+        if not self._differ.numel():  # the copy failed before the digests were queued, or no region is watched
             return []
         differ = self._differ.split(self._lengths)
         return [region for region, differs in zip(self._regions, differ, strict=True) if differs.any()]

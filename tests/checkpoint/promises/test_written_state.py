@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import stagereg.stagers.deferred_copy as deferred_copy
 from stagereg import Checkpointer
 from stagereg.errors import WrittenWhileSavedError
+from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
 from tests.support.reading import opened
@@ -151,13 +153,26 @@ def test_all_ranks_save_again_at_one_step_if_one_rank_met_a_write(tmp_path: Path
     assert one[-1] == 30
 
 
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies of the stager begin only while this event is set."""
+    may_begin, run = threading.Event(), DeferredCopy.run
+    may_begin.set()
+
+    def held(copy: DeferredCopy) -> list[int]:
+        assert may_begin.wait(WAIT_S)
+        return run(copy)
+
+    monkeypatch.setattr(DeferredCopy, "run", held)
+    return may_begin
+
+
 @pytest.mark.parametrize("ends", ["the block", "wait", "close"])
 @pytest.mark.parametrize("saves", ["maybe_save", "save"])
 def test_a_state_that_was_replaced_after_its_step_is_not_saved_as_that_step(
-    ends: str, saves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ends: str, saves: str, tmp_path: Path, copies: threading.Event
 ) -> None:
     """Programs copy averaged weights into the model after the last step, to evaluate them."""
-    monkeypatch.setattr(deferred_copy, "_STILL_S", 1000 * WAIT_S)  # no copy is confirmed before the write
     run = Run(writes_from=1000)
 
     def train() -> None:
@@ -165,8 +180,10 @@ def test_a_state_that_was_replaced_after_its_step_is_not_saved_as_that_step(
             run.train(checkpointer, range(1, 10))
             checkpointer.wait()
             run.step(10)
+            copies.clear()
             getattr(checkpointer, saves)(10, run.state)
             run.model.weight.data.fill_(7.0)
+            copies.set()
             if ends != "the block":
                 getattr(checkpointer, ends)()
 
@@ -178,14 +195,15 @@ def test_a_state_that_was_replaced_after_its_step_is_not_saved_as_that_step(
 
 
 def test_a_save_that_was_discarded_before_the_last_step_is_made_again_with_the_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, copies: threading.Event
 ) -> None:
-    monkeypatch.setattr(deferred_copy, "_STILL_S", 1000 * WAIT_S)
     run = Run(writes_from=1000)
     with Checkpointer(str(tmp_path), every=10) as checkpointer:
-        run.train(checkpointer, range(1, 11))
-        with torch.no_grad():
-            run.model.weight.data[:] = 7.0
+        run.train(checkpointer, range(1, 10))
+        copies.clear()
+        run.train(checkpointer, range(10, 11))
+        run.model.weight.data.fill_(7.0)
+        copies.set()
         run.step(11)
         checkpointer.maybe_save(11, run.state)
     assert run.checked(tmp_path) == [11]
