@@ -6,7 +6,6 @@ more than a limit and a rank-sum test over at least four runs in each sweep is s
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -41,9 +40,9 @@ class Change:
 
 
 def limit(text: str) -> float:
-    """Convert a limit such as ``worse:5%`` to a relative difference, here 0.05. An argparse ``type``."""
+    """Convert a limit such as ``worse:5%`` to a relative difference, here 0.05."""
     if (found := _LIMIT.fullmatch(text.strip())) is None:
-        raise argparse.ArgumentTypeError(f"invalid limit {text!r}: write worse:PERCENT%, for example worse:5%")
+        raise ConfigError(f"invalid limit {text!r}: write worse:PERCENT%, for example worse:5%")
     return float(found[1]) / 100
 
 

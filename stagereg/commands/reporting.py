@@ -19,7 +19,7 @@ import stagereg.commands.baseline as baseline
 import stagereg.sweep.render as render
 import stagereg.sweep.render.tables as tables
 from stagereg.base.overrides import by_key
-from stagereg.commands.arguments import add_command
+from stagereg.commands.arguments import above_zero, add_command
 from stagereg.commands.baseline import Change
 from stagereg.commands.goodput import PHASES, Goodput, failures, goodput, starts
 from stagereg.errors import ConfigError, printable
@@ -59,7 +59,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     what = "compare with an earlier sweep: its directory, or the output of `stagereg report DIR --json`"
     parser.add_argument("--baseline", default="", metavar="PATH", help=what)
     fails = "exit with code 1 if a median is worse by more than 5%% and a rank-sum test of at least 4 runs confirms it"
-    parser.add_argument("--fail-if", type=baseline.limit, metavar="worse:5%", help=fails)
+    parser.add_argument("--fail-if", type=above_zero(baseline.limit, or_zero=True), metavar="worse:5%", help=fails)
 
 
 def run(asked: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -124,7 +123,5 @@ def test_rows_of_different_versions_are_refused_and_again_is_left_out() -> None:
 def test_a_limit_is_read_or_refused() -> None:
     assert [limit(text) for text in ("worse:5%", "worse:0.5%", "worse:0%", " worse:200% ")] == [0.05, 0.005, 0, 2]
     for text in ("worse:5", "worse:-5%", "better:5%", "5%", "worse:x%", "worse:5%%", ""):
-        with pytest.raises(
-            argparse.ArgumentTypeError, match=r"invalid limit .*write worse:PERCENT%, for example worse:5%"
-        ):
+        with pytest.raises(ConfigError, match=r"invalid limit .*: write worse:PERCENT%, for example worse:5%"):
             limit(text)
