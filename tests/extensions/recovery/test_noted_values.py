@@ -170,6 +170,7 @@ class Run:
         self.model = model or nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.whole = StepSnapshot(ParameterNames())
+        self.whole._guard.close()  # otherwise, a failed test would block the optimizers of the next tests
         self.state = {"model": self.model, "optimizer": self.optimizer, "value": value, **more}
         self.whole.note(1, self.state)
 
