@@ -25,19 +25,19 @@ def relaxed_capture() -> contextlib.AbstractContextManager[None]:
     Does nothing before torch has initialized CUDA, in a forked child, and without NVIDIA's driver (ROCm). Source:
     cuThreadExchangeStreamCaptureMode of the CUDA driver. torch's caching allocator does the same around cudaMalloc.
     """
-    exchange = _exchange() if torch.cuda.is_initialized() else None
-    return contextlib.nullcontext() if exchange is None else _relaxed(exchange)
+    set_mode = _exchange() if torch.cuda.is_initialized() else None
+    return contextlib.nullcontext() if set_mode is None else _relaxed(set_mode)
 
 
 @contextlib.contextmanager
-def _relaxed(exchange: Any) -> Any:
+def _relaxed(set_mode: Any) -> Any:
     mode = ctypes.c_int(2)  # relaxed; the driver replaces the value by the previous mode of the thread
-    failed = exchange(ctypes.byref(mode))
+    failed = set_mode(ctypes.byref(mode))
     try:
         yield
     finally:
         if not failed:
-            exchange(ctypes.byref(mode))
+            set_mode(ctypes.byref(mode))
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from stagereg.join.counts import SampleCounter
 from stagereg.join.joinable import Joinable, JoinConfig, notify
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.join.loop import Mode, Terms
-from stagereg.join.mean_loss import MeanLoss, divided, exchange, is_mean, share_of, stays_on_device
+from stagereg.join.mean_loss import MeanLoss, divided, is_mean, share_of, stays_on_device, sum_losses
 from stagereg.join.session import JoinSession
 from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.broken import collectives_of, discard_channels
@@ -269,7 +269,7 @@ class Join:
         call = caller.f_code, caller.f_lineno
         count = self._counter.counted(call, count, lambda: loss_sum.detach().item(), over, loss_sum.requires_grad)
         per_sample = 1.0 if over == "samples" else count
-        samples, active, total = exchange(session, loss_sum, count, per_sample, self._collectives)
+        samples, active, total = sum_losses(session, loss_sum, count, per_sample, self._collectives)
         self._collectives += isinstance(total, torch.Tensor)  # the collective that has summed the losses
         divisor = {"samples": samples, "world": float(world), "active": active}[over]
         ranks = world if self._divides_by_world else active  # the number of ranks by which gradients will be divided

@@ -83,7 +83,7 @@ def divided(total: float | torch.Tensor, by: float) -> float | torch.Tensor:
     return total / torch.full_like(total, by) if isinstance(total, torch.Tensor) and by != 1.0 else total / by
 
 
-def exchange(
+def sum_losses(
     session: JoinSession, loss_sum: torch.Tensor, count: float, by: float, before: int
 ) -> tuple[float, float, float | torch.Tensor]:
     """Return sums over all ranks: ``count``, the ranks with data, and ``loss_sum / by``. Collective.
