@@ -27,7 +27,9 @@ from stagereg.errors import StagingError
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature, tensors_over
 from stagereg.kernel.memory import Lease, Pool
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten, path_to
-from stagereg.kernel.transfer import CopyEngine
+from stagereg.kernel.transfer import WORTH_A_THREAD, CopyEngine
+
+_CREATED_BYTES = 4096  # bytes that one thread copies while another one creates a tensor
 
 
 @dataclass
@@ -129,11 +131,15 @@ class HostCopier:
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes, and wait until the copy is complete, also after an error."""
-        moving = self.engine.run(pending.address, pending.layout.batch.pieces(self.engine.threads), pending)
+        layout = pending.layout
+        # If creating the tensors takes longer than copying, one other thread copies everything meanwhile.
+        aside = WORTH_A_THREAD <= layout.nbytes < _CREATED_BYTES * len(layout.pieces)
+        pieces = layout.batch.pieces(1 if aside else self.engine.threads)
+        moving = self.engine.run(pending.address, pieces, pending, aside)
         events: list[tuple[torch.device, torch.Event]] = []
         try:
             with torch.no_grad(), no_collection():
-                copies = pending.device_copies(pending.layout.remote)
+                copies = pending.device_copies(layout.remote)
                 self.engine.fetch(copies, events)
                 pending.staged  # noqa: B018  # creates the tensors while bytes are copied
                 pending.copy_packed()

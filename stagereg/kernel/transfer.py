@@ -30,7 +30,8 @@ COPY_THREADS = "stagereg-copy"  # prefix of the names of threads that copy
 _Move = tuple[int, int, int]  # (offset in the destination block, address of the source, number of bytes)
 _Piece = Callable[[int], None]  # a part of a copy: a function of the address of the destination block
 
-_WORTH_A_THREAD = 2**20  # bytes; below this size, a second thread costs more time than it saves
+_BEGIN_S = 1e-3  # maximum seconds to wait until another thread has begun
+WORTH_A_THREAD = 2**20  # bytes; below this size, a second thread costs more time than it saves
 
 
 class CopyEngine:
@@ -48,12 +49,19 @@ class CopyEngine:
         self._workers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix=COPY_THREADS)
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def run(self, base: int, pieces: Sequence[_Piece], held: object = None) -> CopyTask:
-        """Start to run ``pieces`` on other threads, which keep ``held`` alive. The caller must call ``finish``."""
+    def run(self, base: int, pieces: Sequence[_Piece], held: object = None, aside: bool = False) -> CopyTask:
+        """Start to run ``pieces`` on other threads, which keep ``held`` alive. The caller must call ``finish``.
+
+        ``aside``: use another thread for a single piece too. Returns when that thread has begun, at most a millisecond
+        later, because it would get the GIL too late if the caller's next operations hold the GIL.
+        """
         task = CopyTask(base, pieces)
+        others = max(min(self.threads, len(pieces)) - 1, int(aside and self.threads > 1))
         with suppress(RuntimeError):  # Python 3.12 starts no threads at interpreter exit
-            for _ in range(min(self.threads, len(pieces)) - 1):
+            for _ in range(others):
                 self._workers.submit(task.work, held)
+            if aside and others:
+                task.began.wait(_BEGIN_S)
         return task
 
     def fetch(self, copies: Mapping[torch.device, DeviceCopy], events: list[tuple[torch.device, torch.Event]]) -> None:
@@ -88,6 +96,7 @@ class CopyTask:
         self._base, self._pieces = base, deque(pieces)
         self._busy: list[threading.Lock] = []  # one lock for each thread, which holds it while it runs pieces
         self._failure: Exception | None = None
+        self.began = threading.Event()  # set when a thread is about to run its first piece
 
     def work(self, held: object = None) -> None:
         """Run pieces until none is left. An error ends the task for all threads."""
@@ -100,6 +109,7 @@ class CopyTask:
                         work = self._pieces.popleft()
                     except IndexError:
                         return
+                    self.began.set()
                     work(self._base)
             except BaseException as error:  # an error in a piece, or an interrupt such as Ctrl-C
                 interrupted = StagingError([], f"the copy was interrupted ({error!r})")
@@ -138,7 +148,7 @@ class Batch:
     def pieces(self, threads: int) -> list[_Piece]:
         """Return the copies as pieces for a :class:`CopyTask`: one for small copies, otherwise one for each thread."""
         if not self._pieces:
-            is_much = sum(nbytes for *_, nbytes in self._moves) >= _WORTH_A_THREAD
+            is_much = sum(nbytes for *_, nbytes in self._moves) >= WORTH_A_THREAD
             self._pieces = [*map(piece, filter(None, _split(self._moves, threads if is_much else 1)))]
         return self._pieces
 
