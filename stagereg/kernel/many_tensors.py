@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import operator
 from array import array
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 import stagereg.kernel.compiled as compiled
 
+_attributes = operator.attrgetter("__dict__")
 _torch: int | None = None  # address of the C interface of torch; None: use Python
 
 with contextlib.suppress(OSError, AttributeError, ValueError):  # not built, or torch has no such interface
@@ -24,6 +26,7 @@ with contextlib.suppress(OSError, AttributeError, ValueError):  # not built, or 
     _object, _address, _count = ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
     _library.stagereg_describe.argtypes, _library.stagereg_describe.restype = [_address, _object], _object
     _library.stagereg_match.argtypes = [_address, _object, ctypes.c_char_p, _address]
+    _library.stagereg_attributes.argtypes = [_object]
     _library.stagereg_create.argtypes = [_address, _object, _address, ctypes.c_char_p, _address, _count]
     _library.stagereg_create.restype = _object
     _pointer = ctypes.PYFUNCTYPE(_address, _object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -35,6 +38,13 @@ with contextlib.suppress(OSError, AttributeError, ValueError):  # not built, or 
 def span_of(x: torch.Tensor) -> int:
     """Return the number of elements from the first to the last element of ``x`` in memory; 0 for an empty tensor."""
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def has_attributes(tensors: list[torch.Tensor]) -> bool:
+    """Return whether one of the tensors has attributes of its own."""
+    if _torch is not None:
+        return bool(_library.stagereg_attributes(tensors))
+    return any(map(_attributes, tensors))
 
 
 class Description:

@@ -34,7 +34,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError, UnstageableTypeError
-from stagereg.kernel.many_tensors import Description, span_of
+from stagereg.kernel.many_tensors import Description, has_attributes, span_of
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -255,7 +255,7 @@ class _StructurePickler(pickle.Pickler):
         self._spec.tensors.append(_flipped(x.detach()) if index in self._spec.lazy else x)
         if kind is not torch.Tensor or wants_grad:
             self._spec._finish[index] = finish
-        return self._with_attributes((_tensor, (index,)), vars(x))
+        return self._with_attributes((_tensor, (index,)), vars(x) if has_attributes([x]) else {})
 
     def _with_attributes(self, reduced: _Reduced, attributes: dict[str, Any]) -> _Reduced:
         return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
@@ -358,7 +358,7 @@ class Recognizer:
 
         ``tensors``: the list of :func:`flatten` for ``state``.
         """
-        if TensorGuards is None or any(x.requires_grad or _attributes(x) for x in tensors):
+        if TensorGuards is None or any(x.requires_grad for x in tensors) or has_attributes([*tensors]):
             return None
         spec = _PlainSpec(state)
         return cls(spec) if spec.is_plain and list(map(id, spec.tensors)) == list(map(id, tensors)) else None
@@ -369,7 +369,7 @@ class Recognizer:
         if not spec.is_plain or spec.structure != self._structure:
             return None
         for (known, guards), chunk in zip(self._known, _chunks(spec.tensors), strict=True):
-            if not known.matches(chunk) or not guards.check(*chunk) or any(map(_attributes, chunk)):
+            if not known.matches(chunk) or not guards.check(*chunk) or has_attributes(chunk):
                 return None
         # If all addresses are distinct, each tensor occurs once.
         return spec if self._distinct or len(set(map(id, spec.tensors))) == len(spec.tensors) else None

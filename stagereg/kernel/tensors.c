@@ -130,6 +130,17 @@ int stagereg_match(const Exchange *torch, PyObject *tensors, const char *at, con
     return 1;
 }
 
+/* Return whether an object in a list has attributes of its own. Does not create a `__dict__`, as Python code would. */
+int stagereg_attributes(PyObject *objects)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); i++) {
+        PyObject **attributes = _PyObject_GetDictPtr(PyList_GET_ITEM(objects, i));
+        if (attributes && *attributes && PyDict_GET_SIZE(*attributes))
+            return 1;
+    }
+    return 0;
+}
+
 /* Count `users` less of a group. The last one frees it, on any thread, with the GIL or without it. */
 static void leave(Group *group, size_t users)
 {
