@@ -115,7 +115,7 @@ def _find_places() -> tuple[int, int]:
 
     A pointer that is not found where torch 2.13 has it costs speed. The comparison does not depend on the pointers.
     """
-    x = torch.empty(1, device="cpu")
+    x = torch.empty(1, dtype=torch.uint8, device="cpu")
 
     def position(begin: int, size: int, wanted: int) -> int:
         words = range(8, size, 8)
