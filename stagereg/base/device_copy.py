@@ -22,7 +22,7 @@ from stagereg.base.capture import relaxed_capture
 from stagereg.base.pages import LOCKED_BYTES
 
 _SMALL_BYTES = 2**18  # smaller sources are gathered
-BUFFER_BYTES = 2**26  # maximum size of a gathered group, and of what is gathered before a deferred copy
+BUFFER_BYTES = 2**26  # maximum bytes of a gathered group, and of all groups before a deferred copy
 _GAP_BYTES = 64  # adjacent sources are less than this apart in the block
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-5, 2e-4
 

@@ -322,7 +322,7 @@ class _RemoteCopy:
         self._hurried.set()
 
     def end(self, with_digests: bool, events: list[tuple[torch.device, torch.Event]]) -> None:
-        """Queue the digests, and append the event that ends all copies to ``events``."""
+        """Queue the digests, and append to ``events`` the event after the last copy."""
         with self._current():
             try:
                 if with_digests:

@@ -56,12 +56,15 @@ class AlignedFile(contextlib.AbstractContextManager["AlignedFile"]):
         self._writes: queue.Queue[tuple[memoryview, memoryview | None] | None] = queue.Queue(_MOST_PENDING)
         # Not an executor: the exit of the process would wait for its thread, although a disk may never respond.
         self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
-        with contextlib.suppress(RuntimeError):  # Python 3.12 does not start threads while a process exits
+        self._has_thread = True
+        try:
             self._thread.start()
+        except RuntimeError:  # Python 3.12 does not start threads while a process exits
+            self._has_thread = False
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._error = self._error or error
-        if self._thread.is_alive():
+        if self._has_thread:
             self._writes.put(None)
             self._thread.join()
         self._target.close(self._whole)
@@ -132,7 +135,7 @@ class AlignedFile(contextlib.AbstractContextManager["AlignedFile"]):
 
     def _submit(self, data: memoryview, buffer: memoryview | None = None) -> None:
         self.raise_error()
-        if self._thread.is_alive():
+        if self._has_thread:
             self._writes.put((data, buffer))
         else:
             self._write(data, buffer)
