@@ -105,7 +105,7 @@ clean:
 	rm -rf $(VENV) build dist site *.egg-info
 
 # torch comes first and alone: without a GPU, its CPU build spares gigabytes of CUDA libraries.
-$(VENV)/.ready: pyproject.toml constraints.txt setup.py stagereg/kernel/copy.c stagereg/kernel/tensors.c
+$(VENV)/.ready: pyproject.toml constraints.txt setup.py stagereg/kernel/copy.c stagereg/base/tensors.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) || true
 	$(PIP) $(TORCH) setuptools wheel

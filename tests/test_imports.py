@@ -177,8 +177,8 @@ def test_the_kernel_stays_within_its_lines() -> None:
     def lines(names: str) -> int:
         return sum(len(file.read_text().splitlines()) for file in (PACKAGE / "kernel").glob(names))
 
-    assert 1000 < lines("*.py") <= 2150
-    assert 0 < lines("*.c") <= 300
+    assert 1000 < lines("*.py") <= 2000
+    assert 0 < lines("*.c") <= 150
 
 
 def test_digits_of_other_people_become_numbers_in_one_place() -> None:

@@ -15,14 +15,8 @@ from typing import Any
 copy: Any = None  # copy(moves, count, base), see copy.c; optional
 way = ""  # how the extension copies large ranges
 
-
-def path(name: str) -> str:
-    """Return the path of a compiled extension. It may be missing, or be built for another machine or Python."""
-    return str(Path(__file__).absolute().with_name(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"))
-
-
 with contextlib.suppress(OSError, AttributeError):  # not built, or built for another machine or Python
-    _library = ctypes.CDLL(path("_copy"))
+    _library = ctypes.CDLL(str(Path(__file__).absolute().with_name(f"_copy{sysconfig.get_config_var('EXT_SUFFIX')}")))
     _library.stagereg_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     _library.stagereg_copy_way.restype = ctypes.c_char_p
     copy, way = _library.stagereg_copy, _library.stagereg_copy_way().decode()

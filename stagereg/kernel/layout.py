@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from stagereg.base.many_tensors import Description, span_of
 from stagereg.errors import StagingError
-from stagereg.kernel.many_tensors import Description, span_of
 from stagereg.kernel.state_dict import why_without_data
 from stagereg.kernel.transfer import Batch
 

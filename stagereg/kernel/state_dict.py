@@ -33,8 +33,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stagereg.base.many_tensors import Description, has_attributes, span_of
 from stagereg.errors import StagingError, UnstageableTypeError
-from stagereg.kernel.many_tensors import Description, has_attributes, span_of
 
 try:
     from torch._C._dynamo.guards import TensorGuards

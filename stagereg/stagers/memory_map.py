@@ -15,8 +15,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stagereg.base.many_tensors import span_of
 from stagereg.errors import StagingError
-from stagereg.kernel.many_tensors import span_of
 from stagereg.kernel.state_dict import entries_of, flatten
 from stagereg.stagers.async_stager import StateDict
 

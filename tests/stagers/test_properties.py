@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagereg import AsyncStager
-from stagereg.kernel.many_tensors import span_of
+from stagereg.base.many_tensors import span_of
 
 from ..support.examples import examples
 from ..support.states import Piece, assert_whole, kept, pieces

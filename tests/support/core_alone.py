@@ -37,10 +37,10 @@ sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(eac
 
 
 def copy(to: Path, extensions: list[str]) -> None:
-    """Copy what git tracks, and the compiled kernel, without some extensions; without any of them, without tools."""
+    """Copy what git tracks, and the compiled parts, without some extensions; without any of them, without tools."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    kernel = [str(each.relative_to(ROOT)) for each in (ROOT / "stagereg" / "kernel").glob("*.so")]
-    for name in (*listed.split("\0"), *kernel):
+    compiled = [str(each.relative_to(ROOT)) for each in (ROOT / "stagereg").glob("*/*.so")]
+    for name in (*listed.split("\0"), *compiled):
         if name and (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)

@@ -14,11 +14,11 @@ import torch
 
 import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.module_state as module_state
+from stagereg.base.many_tensors import span_of
 from stagereg.checkpoint.format.configs import is_config, of_type
 from stagereg.checkpoint.format.encoding import Leaf, leaves
 from stagereg.checkpoint.format.wrappers import same_bits, wraps
 from stagereg.errors import CheckpointError
-from stagereg.kernel.many_tensors import span_of
 
 
 class _View(NamedTuple):

@@ -1,4 +1,4 @@
-/* The compiled part of stagereg.kernel for many small tensors: describes, compares and creates them, in few calls.
+/* The compiled part of stagereg.base for many small tensors: describes, compares and creates them, in few calls.
  *
  * It calls torch through the C interface in `torch.Tensor.__dlpack_c_exchange_api__`, so it is built without torch. The
  * structs are those of DLPack 1.3 (https://dmlc.github.io/dlpack/latest/c_api.html). This file is optional: setup.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import io
@@ -21,8 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.kernel.compiled as compiled
-import stagereg.kernel.many_tensors as many_tensors
+import stagereg.base.many_tensors as many_tensors
 import stagereg.kernel.state_dict as state_dict
 from tests.kernel.test_state_dict import CHANGES, base, is_recognized, remembered
 
@@ -32,11 +32,11 @@ DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch
 
 def loaded(library: str) -> ModuleType:
     """The module, as it is with this library beside it."""
-    spec = importlib.util.spec_from_file_location("stagereg.kernel.loaded_again", many_tensors.__file__)
+    spec = importlib.util.spec_from_file_location("stagereg.base.loaded_again", many_tensors.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with unittest.mock.patch.object(compiled, "path", return_value=library):
+    with unittest.mock.patch("ctypes.PyDLL", lambda beside, load=ctypes.PyDLL: load(library)):
         spec.loader.exec_module(module)
     return module
 

@@ -11,18 +11,19 @@ import contextlib
 import ctypes
 import functools
 import operator
+import sysconfig
 from array import array
+from pathlib import Path
 from typing import Any
 
 import torch
-
-import stagereg.kernel.compiled as compiled
 
 _attributes = operator.attrgetter("__dict__")
 _torch: int | None = None  # address of the C interface of torch; None: use Python
 
 with contextlib.suppress(OSError, AttributeError, ValueError):  # not built, or torch has no such interface
-    _library = ctypes.PyDLL(compiled.path("_tensors"))  # its functions run with the GIL
+    _beside = Path(__file__).absolute().with_name(f"_tensors{sysconfig.get_config_var('EXT_SUFFIX')}")
+    _library = ctypes.PyDLL(str(_beside))  # its functions run with the GIL
     _object, _address, _count = ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
     _library.stagereg_describe.argtypes, _library.stagereg_describe.restype = [_address, _object], _object
     _library.stagereg_match.argtypes = [_address, _object, ctypes.c_char_p, _address]
