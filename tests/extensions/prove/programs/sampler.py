@@ -1,7 +1,8 @@
 """Trains on shuffled epochs with a sampler of its own, which is in the state.
 
 Faults: ``restart`` saves the epoch, but not the position in the epoch. With ``prefetch``, workers of the loader fetch
-batches ahead, so that the sampler's position is ahead of the batches that were trained on.
+batches ahead, so that the sampler's position is ahead of the batches that were trained on. With ``seed`` the loader has
+no generator of its own, so each pass over it draws a number from the global generator, and a resume begins a new pass.
 """
 
 import torch
@@ -35,14 +36,15 @@ class ShuffledSampler:
 
 
 def main():
-    args = arguments("restart", "prefetch")
+    args = arguments("restart", "prefetch", "seed")
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(40, 8), torch.randint(3, (40,)))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = ShuffledSampler(len(data))
     workers = 2 if args.fault == "prefetch" else 0
-    loader = DataLoader(data, 4, sampler=sampler, num_workers=workers, generator=torch.Generator())
+    generator = None if args.fault == "seed" else torch.Generator()
+    loader = DataLoader(data, 4, sampler=sampler, num_workers=workers, generator=generator)
     state = {"model": model, "optimizer": optimizer}
     if args.fault == "restart":
         state["epoch"] = 0
