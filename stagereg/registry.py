@@ -161,9 +161,8 @@ class Registry:
                 component lacks members of the protocol (the message contains the lines to add).
         """
         if callable(kind):
-            raise RegistryError(
-                'Write @stagereg.register("stager", "my_name"): the kind, and the name that users select.'
-            )
+            text = 'Write @stagereg.register("stager", "my_name"): the kind, and the name that users select.'
+            raise RegistryError(text)
         _require_kind(kind)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RegistryError(f"invalid name for {with_article(kind)}: {name!r}. Use letters, digits, '_' and '-'.")
@@ -239,9 +238,8 @@ class Registry:
             hint, more = (f" {why}", "") if why else (nearest(name, [*qualified, *known]), self.unlisted(name))
             raise UnknownNameError(f"No {kind} named {name!r}.{hint}\nAvailable: {', '.join(known) or '-'}{more}")
         if "@" in found[0].name and not at:
-            raise RegistryError(
-                f"{len(qualified)} installed packages provide {kind}/{bare}. Write one of: {' or '.join(qualified)}"
-            )
+            number, choices = len(qualified), " or ".join(qualified)
+            raise RegistryError(f"{number} installed packages provide {kind}/{bare}. Write one of: {choices}")
         if found[0].target != found[-1].target:
             raise _taken(found[0], found[-1])
         return found[0]

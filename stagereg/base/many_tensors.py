@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import operator
 import sysconfig
 from array import array
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 
-_attributes = operator.attrgetter("__dict__")
 _torch: int | None = None  # address of the C interface of torch; None: use Python
 
 with contextlib.suppress(OSError, AttributeError, ValueError):  # not built, or torch has no such interface
@@ -45,7 +43,7 @@ def has_attributes(tensors: list[torch.Tensor]) -> bool:
     """Return whether one of the tensors has attributes of its own."""
     if _torch is not None:
         return bool(_library.stagereg_attributes(tensors))
-    return any(map(_attributes, tensors))
+    return any(map(vars, tensors))
 
 
 class Description:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 
-class FailureResponse(Protocol):
-    """Makes the emergency save of surviving ranks when other ranks fail. Thread-safe."""
+class FailureResponse:
+    """Makes the emergency save of surviving ranks when other ranks fail. This class makes none. Thread-safe."""
 
     def is_expected(self) -> bool:
         """Return whether a rank failure triggers an emergency save."""
+        return False
 
     def await_saved(self) -> None:
         """If another rank has failed, wait a limited time for the emergency save. Called on the training thread."""
@@ -20,17 +20,8 @@ class FailureResponse(Protocol):
         """Shorten the failure detection timeout, because this process must exit soon. Idempotent."""
 
 
-class _NoResponse:
-    def is_expected(self) -> bool:
-        return False
-
-    def await_saved(self) -> None: ...
-
-    def shorten_timeout(self) -> None: ...
-
-
 # Global because a process is one rank, and checkpointers and signal handlers have no reference to the launcher.
-_response: FailureResponse = _NoResponse()
+_response = FailureResponse()
 
 
 def response() -> FailureResponse:

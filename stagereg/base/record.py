@@ -200,13 +200,6 @@ def listen(listener: LogListener) -> None:
     _listeners.add(listener)
 
 
-def size_of(path: Path) -> int:
-    """Return the size of a record in bytes; 0 if the file does not exist."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
 def file_name(rank: int) -> str:
     """Return the name of a rank's file in the run's directory."""
     return f"metrics.rank{rank}.jsonl" if rank else "metrics.jsonl"

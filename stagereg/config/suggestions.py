@@ -164,7 +164,7 @@ def _below(parent: DictConfig, error: OmegaConfBaseException) -> str:
 
 
 def _given(error: OmegaConfBaseException) -> str:
-    """Return the command-line value of the key that an error names, or ``...`` if the key is not there."""
+    """Return the command-line value of the key that an error names, or ``...`` if no argument sets the key."""
     given = [each.partition("=")[2] for each in sys.argv if each.lstrip("+").startswith(f"{error.full_key}=")]
     return given[0] if given else "..."
 

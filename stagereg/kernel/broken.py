@@ -59,13 +59,12 @@ def _abort(backend: Any) -> None:
 
 def _close_connections(backend: Any) -> None:
     """Start a receive from the first rank that is still connected, and let it time out."""
+    message = [torch.zeros(1, dtype=torch.uint8, device="cpu")]
     for distance in range(1, backend.size()):
         # If the other rank has aborted, the receive fails immediately and other connections stay open: try the next.
         try:
             source = (backend.rank() + distance) % backend.size()
-            backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], source, _TAG).wait(
-                timedelta(milliseconds=5)
-            )
+            backend.recv(message, source, _TAG).wait(timedelta(milliseconds=5))
         except Exception as error:
             if is_timeout(error):
                 return

@@ -77,10 +77,8 @@ class PendingCopy:
         for i in self.layout.remote_packed:
             x, piece = self.sources[i], self.layout.pieces[i]
             views.setdefault(x.device, []).append(Packed(piece.offset, x, piece.stride))
-        return {
-            device: DeviceCopy(self.view, sources.get(device, ()), views.get(device, ()))
-            for device in {**sources, **views}
-        }
+        devices = {**sources, **views}
+        return {device: DeviceCopy(self.view, sources.get(device, ()), views.get(device, ())) for device in devices}
 
     def copy_packed(self) -> None:
         """Copy the packed tensors in host memory."""

@@ -101,9 +101,8 @@ class Membership(ABC):
 
     def _ran_out(self) -> UnevenInputsError:
         rank = self._channel.ranks[self._rank]
-        return UnevenInputsError(
-            f"Rank {rank} exhausted all inputs after {self.steps} steps, but other ranks have more.", rank
-        )
+        text = f"Rank {rank} exhausted all inputs after {self.steps} steps, but other ranks have more."
+        return UnevenInputsError(text, rank)
 
     @abstractmethod
     def _begin(self, syncing: bool | None) -> None: ...

@@ -23,7 +23,6 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -286,9 +285,8 @@ class _StructurePickler(pickle.Pickler):
             for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
                 if meta.placement is not None:
                     meta.placement._device = torch.device("cpu")
-            return ShardedTensor._init_from_local_shards_and_global_metadata(
-                local, metadata, process_group=group, init_rrefs=rrefs
-            )
+            make_sharded = ShardedTensor._init_from_local_shards_and_global_metadata
+            return make_sharded(local, metadata, process_group=group, init_rrefs=rrefs)
 
         return make, ([shard.tensor for shard in x.local_shards()],)
 
@@ -310,9 +308,8 @@ def why_without_data(x: torch.Tensor) -> str | None:
     """Return the reason why a tensor has a shape but no memory, or ``None`` if it has memory."""
     if x.device.type != "meta" and not isinstance(x, (UninitializedParameter, UninitializedBuffer, FakeTensor)):
         return None
-    return (
-        f"a {type(x).__name__} on {x.device} has no data to stage. Materialize it first, for example by a forward pass"
-    )
+    kind = type(x).__name__
+    return f"a {kind} on {x.device} has no data to stage. Materialize it first, for example by a forward pass"
 
 
 def has_storage(x: torch.Tensor) -> bool:
@@ -333,8 +330,6 @@ def _flipped(x: torch.Tensor) -> torch.Tensor:
 _CHUNK = 512  # tensors per chunk; small enough that all checks of a chunk find it in the CPU cache
 
 _CONTAINERS = (dict, list, OrderedDict)
-
-_attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 
 
 class Recognizer:
@@ -426,8 +421,8 @@ class _PlainSpec(TreeSpec):
             self._runs.append((new, keys))
         elif not kinds <= ATOMS:
             self._copy_some(new, keys, values, types)
-        if kind is OrderedDict and _attributes(x):  # for example ``_metadata`` of a module's state dict
-            vars(new).update(self._copy(_attributes(x)))
+        if kind is OrderedDict and vars(x):  # for example ``_metadata`` of a module's state dict
+            vars(new).update(self._copy(vars(x)))
             self.is_plain = self.is_plain and torch.Tensor not in map(type, vars(new).values())
         return new
 

@@ -397,14 +397,19 @@ def _seconds_of_copy(nbytes: int) -> float:
     import torch
 
     source = torch.ones(size(2**28), dtype=torch.uint8, device=DEVICE)
-    to, taken = pinned(source.nbytes), []
+    return _seconds_to(pinned(source.nbytes), source) / source.nbytes * nbytes
+
+
+def _seconds_to(to: Any, source: Any) -> float:
+    """Return the median seconds of three copies of ``source`` to host memory, after one that is not counted."""
+    taken = []
     for _ in range(4):
         settle()
         began = time.perf_counter()
         to.copy_(source, non_blocking=True)
         settle()
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:]) / source.nbytes * nbytes
+    return statistics.median(taken[1:])
 
 
 def r5() -> Verdict:
@@ -509,14 +514,7 @@ def r7() -> Verdict:
     def rate() -> float:
         """Return bytes per second to memory that this process allocates now."""
         block = Block(2**30, True, 2)
-        to, taken = torch.frombuffer(block.view(), dtype=torch.uint8), []
-        for _ in range(4):
-            settle()
-            began = time.perf_counter()
-            to.copy_(source, non_blocking=True)
-            settle()
-            taken.append(time.perf_counter() - began)
-        return float(source.nbytes / statistics.median(taken[1:]))
+        return float(source.nbytes / _seconds_to(torch.frombuffer(block.view(), dtype=torch.uint8), source))
 
     rates = {}
     for node, cpus in nodes.items():

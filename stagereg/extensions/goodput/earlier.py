@@ -7,6 +7,7 @@ completes. Parses only the needed lines, so that a run starts fast.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,13 @@ from typing import Any
 from stagereg.base.record import run_of
 from stagereg.base.recorded import events, last_of, mapped
 from stagereg.errors import MALFORMED
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a record in bytes; 0 if the file does not exist."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import stagereg.base.first_step as first_step
 import stagereg.base.record as record
-from stagereg.extensions.goodput.earlier import Earlier
+from stagereg.extensions.goodput.earlier import Earlier, size_of
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ PHASES = {
 
 class _Start:
     def __init__(self, path: Path, attempt: str, told: Mapping[str, Any]) -> None:
-        self._path, self._size, self._run, self._told = path, record.size_of(path), record.run_of(attempt), told
+        self._path, self._size, self._run, self._told = path, size_of(path), record.run_of(attempt), told
         self.checkpoints = ""  # the checkpoint directory of the run
         self.reported = False
         self.restored: tuple[int, str, str] | None = None

@@ -115,7 +115,7 @@ class EndOfStep:
             state = {name: self.seen.modules.get(name, x) for name, x in self._noted.items()}
             captured = entries.capture(state, self.step, rank, world_size, names, self._generators)
             if any(each.get(key) is not x for each, noted in self._options for key, x in noted.items()):
-                raise CheckpointError(_CHANGED)  # by the training thread
+                raise CheckpointError(_CHANGED)  # the training thread changed an option
             captured = self._with_copies(captured)
             return build("stager", "blocking").stage(captured) if self._devices else captured
 

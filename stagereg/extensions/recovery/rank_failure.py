@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from stagereg.base.rank_failures import response
+from stagereg.base.rank_failures import FailureResponse, response
 from stagereg.errors import LaunchError, reason
 from stagereg.extensions.recovery.failure_monitor import FailureMonitor
 from stagereg.extensions.recovery.heartbeat import SHORT_TIMEOUT_S
@@ -57,7 +57,7 @@ Save = Callable[[RankFailure], str]
 """Saves together with the other surviving ranks, and returns a sentence on the outcome."""
 
 
-class EmergencySave:
+class EmergencySave(FailureResponse):
     """Runs the emergency save of one rank, at most once. Thread-safe.
 
     Attributes:
@@ -127,9 +127,8 @@ class EmergencySave:
         if saver is None:
             return ""
         if first:
-            threading.Thread(
-                target=self._save, args=(saver, until), name="stagereg-emergency-save", daemon=True
-            ).start()
+            name, args = "stagereg-emergency-save", (saver, until)
+            threading.Thread(target=self._save, args=args, name=name, daemon=True).start()
         if not self._answered.wait(0.6 * self.timeout_s):  # a disconnected rank is killed after the full timeout
             self.saved = f"{_NOT_SAVED}the rendezvous store of this run does not answer."
         elif not self._over.wait(until - time.monotonic()):

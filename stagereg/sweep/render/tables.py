@@ -192,8 +192,8 @@ class _Option:
     """
 
     name: str
-    medians: dict[str | None, float]  # by value of the option: the median, best first; empty if no combination counts
-    runs: dict[str | None, int]  # by value of the option: the number of runs
+    medians: dict[str | None, float]  # the median for each value, best first; empty if no combination counts
+    runs: dict[str | None, int]  # the number of runs for each value
     counting: int  # number of combinations of the other options that count
     others: int  # number of all combinations of the other options
 

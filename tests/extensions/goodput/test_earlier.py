@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg.base import record
-from stagereg.extensions.goodput.earlier import Earlier
+from stagereg.extensions.goodput.earlier import Earlier, size_of
 
 
 class _Written:
@@ -43,7 +43,7 @@ class _Written:
                 raise RuntimeError(error)
 
     def find(self, run: str = "mine", checkpoints: str = "/mine") -> Earlier | None:
-        return Earlier.read(self.path, record.size_of(self.path), run, checkpoints)
+        return Earlier.read(self.path, size_of(self.path), run, checkpoints)
 
     def read(self) -> Earlier:
         found = self.find()
@@ -72,7 +72,7 @@ def test_attempts_of_other_runs_in_the_same_file_do_not_count(written: _Written)
     assert written.find() is None, "no attempt of this run has failed"
     written.attempt(1, 2, killed=True, run="before.0")
     written.attempt(3, 4, killed=True, run="mine.0", origin="tier")
-    size = record.size_of(written.path)
+    size = size_of(written.path)
     written.attempt(700, error="theirs", run="their.1", checkpoints="/theirs", origin="store")
     written.attempt(run="reader.1")
     found = written.read()
