@@ -146,14 +146,13 @@ class DirectoryLock:
             if not self._store.backend.remote:  # s3fs would list the parent of an empty directory
                 self._known = self._store.last_serial()
         token, probe = new_token(), f"{self._store.root}/{reader_name(step_name(0))}"
-        if not looks:
-            return token, ""
-        try:
-            os.makedirs(self._store.root, exist_ok=True)
-            self._store.backend.write(probe, LeaseRecord(Owner.ourselves(), token, machine_name(), time.time()).dumps())
-        except OSError:  # a program that only reads needs no write permission
-            return token, ""
-        return token, probe
+        if looks:
+            with contextlib.suppress(OSError):  # a program that only reads needs no write permission
+                os.makedirs(self._store.root, exist_ok=True)
+                lease = LeaseRecord(Owner.ourselves(), token, machine_name(), time.time())
+                self._store.backend.write(probe, lease.dumps())
+                return token, probe
+        return token, ""
 
     def _expect_one_directory(self, named: str, probe: str) -> None:
         """Raise ``ConfigError`` on all ranks if a rank does not see ``probe``, which rank 0 has written. Collective."""

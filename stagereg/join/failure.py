@@ -21,17 +21,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+import stagereg.kernel.broken as broken
 from stagereg.base.option_text import option
 from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError, name_ranks
 from stagereg.join.progress import Progress
-from stagereg.kernel.broken import (
-    abort,
-    backends_of,
-    collectives_of,
-    is_broken_operation,
-    is_lost_connection,
-    is_timeout,
-)
+from stagereg.kernel.broken import abort, backends_of, collectives_of, is_broken_operation, is_timeout
 from stagereg.kernel.channel import HEARTBEAT_S, WorkerThread, resources_of
 
 _GRACE_S = 2.0  # maximum seconds between two statuses of a live rank
@@ -165,7 +159,7 @@ class FailureDetector:
         self._poll_all("a collective")
         self._ended.wait(_ANSWER_S)
         absent = self._absent()
-        if absent and is_lost_connection(error):  # a rank may have been killed before its first status
+        if absent and broken.is_lost_connection(error):  # a rank may have been killed before its first status
             advice = "If the process was killed on entering, read the end of its output."
             message = "has not entered this join, or has left, and a connection was lost"
             self._publish(_failure_of(absent, message, advice))

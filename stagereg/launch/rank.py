@@ -18,22 +18,14 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import stagereg.base.shutdown as shutdown
+import stagereg.errors as errors
 from stagereg.base.command import publish_run, resume_overrides
 from stagereg.base.crash_report import format_error
 from stagereg.base.deadline import answer_within
 from stagereg.base.machine import end_with, ranks_here
 from stagereg.base.output import warn
 from stagereg.base.overrides import quoted
-from stagereg.errors import (
-    ConfigError,
-    InstallationError,
-    LaunchError,
-    Preempted,
-    RegistryError,
-    Stopped,
-    UnevenInputsError,
-    is_consequence,
-)
+from stagereg.errors import ConfigError, LaunchError, Preempted, Stopped, UnevenInputsError, is_consequence
 from stagereg.launch.agreed_values import VALUES, resolved, take
 from stagereg.launch.exits import print_exit
 from stagereg.launch.extension import Cause, answers, first, mark, rank_extensions
@@ -227,7 +219,7 @@ class Rank:
     def _report_cause(self, error: Exception) -> None:
         if not is_consequence(error):
             self.store.set("cause is known", True)
-            if isinstance(error, (ConfigError, RegistryError, InstallationError)):
+            if isinstance(error, (ConfigError, errors.RegistryError, errors.InstallationError)):
                 self.store.set("comes again", True)
             if self.store.is_first(format_error(error)):
                 self._report(error)

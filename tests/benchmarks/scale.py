@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import stagereg.extensions.replicas.comparing as comparing
 import stagereg.extensions.replicas.shares as shares
 from stagereg.bench.measure import in_own_process
-from stagereg.checkpoint.format.encoding import walk, without_gc
+from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import INDEX, ArchiveResult, TensorResult
 from stagereg.checkpoint.format.manifest import Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.ranks.merging import Asked, Sent
@@ -50,6 +50,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.targets import ReplicaSave
 from stagereg.extensions.replicas.comparing import Compared, EntryContents, HeldTensor, Kind
 from stagereg.extensions.replicas.shares import ReplicaShards
+from stagereg.kernel.copier import no_collection
 from tests.support.memory_backend import MemoryBackend
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 80, 8192, 28672, 64, 8, 128256
@@ -321,7 +322,7 @@ class Messages:
         same, self._sent[rank] = hash(tuple(packed)) == self._sent.get(rank), hash(tuple(packed))
         return pickle.dumps(((value, None if same else [*packed, *pack(more, 2)]), None))
 
-    @without_gc()
+    @no_collection()
     def answers(self, posts: Sequence[bytes], answer: Callable[..., Any]) -> list[bytes]:
         """What each rank gets."""
         values, parts = zip(*(pickle.loads(post)[0] for post in posts), strict=True)

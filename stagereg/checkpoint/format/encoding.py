@@ -8,14 +8,12 @@ torch's ``traverse_state_dict``: ``optimizer.state.0.exp_avg``. A save rejects v
 from __future__ import annotations
 
 import base64
-import contextlib
-import gc
 import json
 import math
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ import stagereg.checkpoint.format.configs as configs
 import stagereg.checkpoint.format.pickled as pickled
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.errors import CheckpointError
+from stagereg.kernel.copier import no_collection
 
 PER_RANK = "per_rank"  # type of a value that differs between ranks (:mod:`.merging`)
 PLAIN, REPLICATED = "plain", "replicated"
@@ -61,18 +60,6 @@ class Leaf:
     strides: tuple[int, ...] | None = None  # the strides of the tensor, if they are not row-major
     placed: str | None = None  # ``PLAIN`` or ``REPLICATED``; ``None`` if ``live`` and the shape determine it
     value: Any = None  # the value that was read
-
-
-@contextlib.contextmanager
-def without_gc() -> Generator[None, None, None]:
-    """Disable the garbage collector, which would scan many new containers again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def walk(value: Any, *path: str | int) -> list[tuple[tuple[str | int, ...], Any]]:
@@ -119,7 +106,7 @@ def _is_walked(value: object) -> bool:
 # -- writing
 
 
-@without_gc()
+@no_collection()
 def encode(value: Any, name: str) -> Encoded:
     """Encode the entry ``name``. Raises: ``CheckpointError`` if the value could not be read back."""
     found: list[str] = []
@@ -206,7 +193,7 @@ def _key(key: Any) -> Any:
 # -- reading
 
 
-@without_gc()
+@no_collection()
 def decode(tree: Any, name: str, rank: int | None = None) -> Any:
     """Decode the structure of an entry, with a :class:`Leaf` for each tensor and object. Runs no code.
 

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.base.option_text import choice
-from stagereg.checkpoint.format.encoding import Encoded, decode, marks, without_gc
+from stagereg.checkpoint.format.encoding import Encoded, decode, marks
 from stagereg.checkpoint.format.manifest import MOST
 from stagereg.errors import CheckpointError
+from stagereg.kernel.copier import no_collection
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30  # size of the largest index that is read; each tensor takes less than a hundred bytes
@@ -103,7 +104,7 @@ class Index:
         self.state: dict[str, Any] = content["state"]
 
     @classmethod
-    @without_gc()
+    @no_collection()
     def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
         """Parse and validate ``index.json``. Raises: ``CheckpointError`` if it is invalid."""
         try:
@@ -163,7 +164,7 @@ class Readable(NamedTuple):
     state: Mapping[str, str] = {}
 
 
-@without_gc()
+@no_collection()
 def expect_readable(
     index: bytes, tables: str, state: Mapping[str, Encoded], sizes: Mapping[str, int], before: Readable
 ) -> Readable:
@@ -183,7 +184,7 @@ def expect_readable(
     return Readable(tables, {name: encoded.text for name, encoded in state.items()})
 
 
-@without_gc()
+@no_collection()
 def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects: Container[str]) -> dict[str, Any]:
     """Build the tables of ``index.json`` from torch's metadata and the results of each rank's ``write_data``.
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.kernel.copier import no_collection
 
 U = TypeVar("U")
 V = TypeVar("V")
@@ -65,7 +65,7 @@ class Exchange:
             value, lasting, more = acted.result()
             return value, pack([*lasting, *more], ranks.size) if changed else None
 
-        @without_gc()
+        @no_collection()
         def reply(posts: Sequence[tuple[V, Sequence[Any] | None]]) -> Sequence[U]:
             values = [value for value, _ in posts]
             return answer(values, unpack([parts or () for _, parts in posts], ranks.size) if changed else None)

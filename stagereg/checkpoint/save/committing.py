@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.base.record as record
+import stagereg.checkpoint.save.state_planner as planning
 import stagereg.checkpoint.state.rng as rng
 from stagereg.base.deadline import within
 from stagereg.checkpoint.format.encoding import walk
@@ -42,14 +43,6 @@ from stagereg.checkpoint.ranks.merging import Asked, EntryMerger, RankEntries, S
 from stagereg.checkpoint.ranks.unchanged import Exchange
 from stagereg.checkpoint.save.scheduling import short_turns
 from stagereg.checkpoint.save.staged_copy import Write
-from stagereg.checkpoint.save.state_planner import (
-    StatePlanner,
-    from_numbers,
-    join_plans,
-    name_for_each,
-    numbered,
-    split_plan,
-)
 from stagereg.checkpoint.save.structure import expect_same_structure
 from stagereg.checkpoint.state.entries import rng_name
 from stagereg.checkpoint.storage.digests import Written, digests_of
@@ -69,7 +62,7 @@ class ExchangeCache:
 
     def __init__(self, repeats: bool) -> None:
         self.plans, self.results = Exchange(repeats), Exchange(repeats)
-        self.planner = StatePlanner()
+        self.planner = planning.StatePlanner()
         self.plan: SavePlan | None = None  # the plan of this rank
         self.sent: list[SavePlan] = []  # the same plan, in the form that is sent to rank 0
         self.nbytes = 0  # bytes of the rank's tensors, without random number generators
@@ -256,7 +249,7 @@ class _Work:
         if plan is not cache.plan:
             cache.nbytes = self._nbytes(entries, self.planner.state_dict.values())
             cache.plan = plan
-            cache.sent = [plan] if self._ranks.size == 1 else split_plan(plan, self._ranks.number)
+            cache.sent = [plan] if self._ranks.size == 1 else planning.split_plan(plan, self._ranks.number)
         self._plans = cache.sent
         write.at = WAITING_FOR_OTHERS
         return self._sent(shards.post), (*self._plans, (write.request.follows, self.own.kinds)), ()
@@ -294,19 +287,19 @@ class _Work:
         given = [each[:-1] for each in lasting]
         plans = self._plan_all(given)
         dealt = self._to.storage.prepare_global_plan([plans[rank] for rank in range(len(given))])
-        return list(zip(map(numbered, dealt, map(join_plans, given)), asked, strict=True))
+        return list(zip(map(planning.numbered, dealt, map(planning.join_plans, given)), asked, strict=True))
 
     def _plan_all(self, given: Sequence[Sequence[SavePlan]]) -> dict[int, SavePlan]:
         given = _without_shared(given, self._follows)
         plans, self._metadata = self.planner.create_global_plan([x for rank in self._order for x in given[rank]])
         parts = iter(plans)
-        return {rank: join_plans([next(parts) for _ in given[rank]]) for rank in self._order}
+        return {rank: planning.join_plans([next(parts) for _ in given[rank]]) for rank in self._order}
 
     def take_answer(self, answer: tuple[SavePlan | None, Asked]) -> None:
         dealt, self.asked = answer
         self._more = self._plans if dealt is None else []
         if dealt is not None:
-            self._cache.dealt = from_numbers(dealt, join_plans(self._plans))
+            self._cache.dealt = planning.from_numbers(dealt, planning.join_plans(self._plans))
             self._cache.results.forget()  # the same offsets may now have values of another dtype
 
     def write(self) -> tuple[_RankFiles, Sequence[Any], Sequence[Any]]:
@@ -353,7 +346,7 @@ class _Work:
             metadata, results = cast("Metadata", self._metadata), [[*each[0]] for each in lasting]
             objects = {name for encoded in state.values() for name in encoded.objects}
             self._cache.described = json.dumps(tables(metadata, results, objects))
-            name_for_each(metadata, results, groups_in(state))
+            planning.name_for_each(metadata, results, groups_in(state))
             again = to.finish(self._path, metadata, results)
         own = {**to.marks(self._path, self._results), **again}
         files = {name: mark for each in written for name, mark in each.marks.items()} | own

@@ -15,28 +15,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.format.split_tensors as split_tensors
-from stagereg.checkpoint.format.encoding import walk, without_gc
+from stagereg.checkpoint.format.encoding import walk
 from stagereg.checkpoint.format.index import overlap
 from stagereg.checkpoint.format.wrappers import wraps
 from stagereg.checkpoint.state.entries import chunks_of, local_part
 from stagereg.checkpoint.targets import Part
 from stagereg.errors import CheckpointError, RankMismatchError
+from stagereg.kernel.copier import no_collection
 
 
 class StatePlanner(DefaultSavePlanner):
@@ -54,9 +48,9 @@ class StatePlanner(DefaultSavePlanner):
         self._planned: tuple[object, SavePlan] | None = None  # the kinds of the last plan, and the plan
         self._archives: dict[str, tuple[bytes, bytes]] = {}  # plain values, as marshalled bytes and as torch's archives
 
-    @without_gc()
+    @no_collection()
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], storage_meta: dcp.StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Store the leaves of a state by dotted name. Raises: ``CheckpointError`` if two leaves have the same name."""
         known, self._names = self._names, {}
@@ -68,7 +62,7 @@ class StatePlanner(DefaultSavePlanner):
             self.state_dict[name] = value
         self.mappings = dict(zip(self.state_dict, self._names, strict=True))
 
-    @without_gc()
+    @no_collection()
     def create_local_plan(self) -> SavePlan:
         """Plan all leaves of this rank. If their dtypes and layouts are unchanged, return the previous plan object."""
         kinds = [*map(_kind, self.state_dict.values())]
@@ -98,7 +92,7 @@ class StatePlanner(DefaultSavePlanner):
         self._planned, self._archives = (given, plan), {}
         return plan
 
-    @without_gc()
+    @no_collection()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Assign each item to the first rank that has it, and return the metadata of the tensors.
 
@@ -128,7 +122,7 @@ class StatePlanner(DefaultSavePlanner):
                 if name in found and not (is_shard and name in sharded):
                     raise RankMismatchError(f"Ranks have different kinds of values under the name {name!r}.")
                 if data is None:
-                    found[name] = BytesStorageMetadata()
+                    found[name] = dcp.BytesStorageMetadata()
                 elif name in found:
                     found[name].chunks.append(data.chunk)
                 elif is_shard:
@@ -212,14 +206,14 @@ def _write_data(name: str, x: torch.Tensor) -> TensorWriteData:
         have, wanted = [*local.shape], [*chunk.sizes]
         raise CheckpointError(f"{name!r} has an invalid shard of {[*x.shape]}: expected shape {wanted}, got {have}.")
     if wraps(local):  # not every subclass supports the calls in create_from_tensor
-        properties = TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
+        properties = dcp.TensorProperties(dtype=local.dtype, requires_grad=local.requires_grad)
     else:
-        properties = TensorProperties.create_from_tensor(local)
+        properties = dcp.TensorProperties.create_from_tensor(local)
     return TensorWriteData(chunk, properties, x.shape)
 
 
 def _shard(name: str, x: torch.Tensor, part: Part) -> WriteItem:
-    data = TensorWriteData(ChunkStorageMetadata(part.offset, x.shape), TensorProperties(dtype=x.dtype), part.whole)
+    data = TensorWriteData(ChunkStorageMetadata(part.offset, x.shape), dcp.TensorProperties(dtype=x.dtype), part.whole)
     return WriteItem(MetadataIndex(name, part.offset), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -256,7 +250,7 @@ def from_numbers(dealt: SavePlan, given: SavePlan) -> SavePlan:
     return dataclasses.replace(dealt, items=items, planner_data=given.planner_data)
 
 
-@without_gc()
+@no_collection()
 def name_for_each(
     metadata: Metadata, results: list[list[WriteResult]], groups: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> None:

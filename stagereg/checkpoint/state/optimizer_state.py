@@ -26,24 +26,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import stagereg.checkpoint.state.module_state as module_state
+import stagereg.checkpoint.state.optimizer_forms as forms
 import stagereg.checkpoint.state.optimizer_tensors as optimizer_tensors
 from stagereg.checkpoint.format.encoding import marks
 from stagereg.checkpoint.format.split_tensors import is_split
-from stagereg.checkpoint.state.optimizer_forms import (
-    ALIASES,
-    BESIDE,
-    EMPTY_GROUPS,
-    GROUPS,
-    OPTIMIZERS,
-    PARAMS,
-    STATE,
-    TENSORS,
-    by_name,
-    hyperparameters,
-    is_by_name,
-    is_numbered,
-    refuse_another_kind,
-)
+from stagereg.checkpoint.state.optimizer_forms import EMPTY_GROUPS, GROUPS, OPTIMIZERS, PARAMS, STATE, hyperparameters
 from stagereg.errors import CheckpointError, MissingEntryError, listed
 
 _log = logging.getLogger(__name__)
@@ -139,8 +126,8 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     inner = _inner(optimizer)
     found = _state_dict(inner)
     params = parameters_of(inner)
-    if not is_numbered(found, len(params)):
-        if is_by_name(found):
+    if not forms.is_numbered(found, len(params)):
+        if forms.is_by_name(found):
             raise CheckpointError(
                 f"its state_dict() has dicts as {STATE!r} and {GROUPS!r}, like the checkpoint's own form, and would "
                 f"not be restored unchanged; make {GROUPS!r} a list, or give the keys other names"
@@ -152,15 +139,15 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         outer = {} if inner is optimizer else hyperparameters(group)
         own = [names.by_parameter[param] for param in group[PARAMS]]
         groups.append((own, {**hyperparameters(part), **outer}))
-    entry = by_name(found, {number: names.by_parameter[param] for number, param in enumerate(params)}, groups)
+    entry = forms.by_name(found, {number: names.by_parameter[param] for number, param in enumerate(params)}, groups)
     by_parameter = {name: param for param, name in names.by_parameter.items()}
     for name, own in entry[STATE].items():
         if is_split(by_parameter[name]):
             entry[STATE][name] = optimizer_tensors.split_as(by_parameter[name], own, f"state.{name}")
     rest = {OPTIMIZERS: entry[OPTIMIZERS]} if OPTIMIZERS in entry else {}
     if notes := optimizer_tensors.notes_of(entry[STATE], by_parameter, rest):
-        entry[TENSORS] = notes
-    return entry | {ALIASES: dict(names.aliases)} if names.aliases else entry
+        entry[forms.TENSORS] = notes
+    return entry | {forms.ALIASES: dict(names.aliases)} if names.aliases else entry
 
 
 def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
@@ -179,7 +166,7 @@ def _flat_state(optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]
         )
     whole: Any = get_optimizer_state_dict(module, optimizer)
     names = {name: name for group in whole[GROUPS] for name in group[PARAMS]}
-    return by_name(whole, names, [(group[PARAMS], hyperparameters(group)) for group in whole[GROUPS]])
+    return forms.by_name(whole, names, [(group[PARAMS], hyperparameters(group)) for group in whole[GROUPS]])
 
 
 def _beside(optimizer: Optimizer) -> list[str]:
@@ -213,7 +200,7 @@ def _state_dict(optimizer: Optimizer) -> Any:
 def is_of_own_kind(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's state dict is not in torch's form. Such a state is restored unchanged."""
     inner = _inner(optimizer)
-    return not is_numbered(_state_dict(inner), len(parameters_of(inner)))
+    return not forms.is_numbered(_state_dict(inner), len(parameters_of(inner)))
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
@@ -255,19 +242,19 @@ def select(
         CheckpointError: parameters are missing; a group was saved as several groups with different options; or a value
             that belongs to no parameter does not match the optimizer.
     """
-    notes = saved.get(TENSORS, {})
+    notes = saved.get(forms.TENSORS, {})
     optimizer_tensors.mark({key: saved[key] for key in (STATE, OPTIMIZERS) if key in saved}, notes)
     groups: Mapping[str, Any] = saved[GROUPS]
     group_of = {name: group for group in groups.values() for name in group[PARAMS]}
     here = _groups_here(optimizer, names)
-    source = _sources([name for own in here for name in own], group_of, saved.get(ALIASES, {}), origins)
+    source = _sources([name for own in here for name in own], group_of, saved.get(forms.ALIASES, {}), origins)
     absent = [name for name in source if source[name] not in group_of]
     if missing := absent if names.flat is not None else [name for name in absent if name not in may_miss]:
         raise CheckpointError(f"no state was saved for {len(missing)} parameters of the optimizer: {listed(missing)}")
     if absent and isinstance(optimizer, torch.optim.LBFGS):
         raise MissingEntryError(f"LBFGS has one state for all parameters, and {listed(absent)} were not among them")
     source = {name: of for name, of in source.items() if of in group_of}
-    refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # only groups of this optimizer
+    forms.refuse_another_kind(optimizer, [group_of[name] for name in source.values()])  # only groups of this optimizer
     _warn_of_one_group(optimizer, [{id(group_of[source[x]]) for x in own if x in source} for own in here], here)
     found: dict[str, Any] = {}
     for own in here:
@@ -294,7 +281,7 @@ def select(
     if part := _select_part(optimizer, names, saved, {source[name] for name in local}):
         taken[OPTIMIZERS] = {first_local: {PARAMS: local, **part}}
     if kept := optimizer_tensors.kept_dtypes(notes, {name: source[name] for name in local}):
-        taken[TENSORS] = kept
+        taken[forms.TENSORS] = kept
     return taken, {*source.values(), *names.aliases}
 
 
@@ -303,7 +290,7 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
     every = saved.get(OPTIMIZERS, {})
     parts = [each for each in every.values() if own & set(each[PARAMS])] if own else [every.get("", {})]
     found: dict[str, dict[Any, Any]] = {}
-    for section in (STATE, BESIDE):
+    for section in (STATE, forms.BESIDE):
         for key, each in ((key, each) for part in parts for key, each in part.get(section, {}).items()):
             known = found.setdefault(section, {})
             if key in known and not (known[key] is each or (not any(marks(each)) and known[key] == each)):
@@ -394,10 +381,10 @@ def _alike(one: Any, other: Any) -> bool:
 def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
     """Load a result of :func:`select`, whose tensors have been read, into the optimizer. Errors of torch propagate."""
     inner = _inner(optimizer)
-    if not is_by_name(loaded):
+    if not forms.is_by_name(loaded):
         inner.load_state_dict(dict(loaded) if isinstance(loaded, Mapping) else loaded)
         return
-    groups, parts, notes = (loaded.get(key, {}) for key in (GROUPS, OPTIMIZERS, TENSORS))
+    groups, parts, notes = (loaded.get(key, {}) for key in (GROUPS, OPTIMIZERS, forms.TENSORS))
     params = parameters_of(inner)
     there = dict.fromkeys(name for group in groups.values() for name in group[PARAMS])
     order = [names.by_parameter[param] for param in params] if names.flat is None else [*there]
@@ -414,7 +401,7 @@ def load(optimizer: Optimizer, names: Names, loaded: Any) -> None:
     for at, (now, group) in enumerate(zip(current[GROUPS], optimizer.param_groups, strict=True)):
         found = groups.get(names.by_parameter[group[PARAMS][0]], {}) if group[PARAMS] else empty.get(at, {})
         options.append({**now, **hyperparameters(found)})
-    beside = part.get(BESIDE, {})
+    beside = part.get(forms.BESIDE, {})
     if new := [repr(key) for key in current if key not in (STATE, GROUPS, *beside)]:
         _log.warning("%s of the optimizer was not saved, and keeps its current value.", listed(new))
     given = {**state, **part.get(STATE, {})}

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.base.providers import needs, providers
-from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.index import ArchiveResult
 from stagereg.checkpoint.format.manifest import METADATA, FileDigest
 from stagereg.checkpoint.format.wrappers import owning, wraps
@@ -33,6 +32,7 @@ from stagereg.checkpoint.storage.protocol import Storage, expect_fit
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError
+from stagereg.kernel.copier import no_collection
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -129,7 +129,7 @@ class FileStorage(Storage):
         """Write torch's metadata. Called on the coordinator."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
-        with without_gc():
+        with no_collection():
             self._metadata = pickle.dumps(metadata)
         backend_of(self.path).attempt("writing", self.path, self._write_metadata)
 

@@ -28,7 +28,7 @@ import stagereg.checkpoint.format.split_tensors as split_tensors
 import stagereg.checkpoint.storage.subclasses as subclasses
 from stagereg.base.small_files import UnfitFileError
 from stagereg.checkpoint.format.checksum import crc32
-from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf, without_gc
+from stagereg.checkpoint.format.encoding import PLAIN, REPLICATED, Leaf
 from stagereg.checkpoint.format.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, Stored
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.format.wrappers import is_plain_memory, name_of, wraps
@@ -39,6 +39,7 @@ from stagereg.checkpoint.storage.storage_reader import read_through
 from stagereg.checkpoint.storage.subclasses import Whole
 from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError
+from stagereg.kernel.copier import no_collection
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # smaller ranges are read together with their neighbours
@@ -77,7 +78,7 @@ class CheckpointFiles(ExitStack):
         self._saved_names = name_map.rename_entries(self.index.state, state)
         self.index.state = {here: self.index.state[saved] for here, saved in self._saved_names.items()}
 
-    @without_gc()
+    @no_collection()
     def structure(self, name: str, rank: int | None = None) -> Any:
         """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
 
@@ -104,7 +105,7 @@ class CheckpointFiles(ExitStack):
         """
         self.plan(leaves).run()
 
-    @without_gc()
+    @no_collection()
     def plan(self, leaves: Sequence[Leaf]) -> Transfer:
         """Return the transfer that :meth:`read` runs. Values that only the storage can read are read immediately."""
         transfer = Transfer(self.file)

@@ -14,20 +14,12 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
+import stagereg.checkpoint.format.manifest as manifests
 import stagereg.checkpoint.store.conditions as conditions
 from stagereg.base.small_files import UnfitFileError, warn_skipped
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.format.damage import WHOLE, Found, InaccessibleFile, VerificationResult, damage_of, differences
-from stagereg.checkpoint.format.manifest import (
-    LATEST,
-    MANIFEST,
-    Checkpoint,
-    FileDigest,
-    Manifest,
-    now,
-    step_name,
-    step_of,
-)
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, FileDigest, Manifest, step_name, step_of
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.foreign import TORCH
@@ -204,7 +196,7 @@ class CheckpointStore:
                 f"{self.root} has a checkpoint that another run has committed while this run held the lock. Two runs "
                 "must not write there: stop one of them."
             )
-        manifest = dataclasses.replace(manifest, serial=1 + last, time=now())
+        manifest = dataclasses.replace(manifest, serial=1 + last, time=manifests.now())
         manifest.expect_readable(written)
         there = conditions.sizes(self.backend, written, manifest.files)
         lost = VerificationResult(written, manifest, differences(manifest, there))

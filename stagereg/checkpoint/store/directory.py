@@ -12,19 +12,10 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 
+import stagereg.checkpoint.format.manifest as manifests
 from stagereg.base.small_files import MOST_BYTES, discard, read_small, replace_small, sync, temporary_of, write_new
 from stagereg.checkpoint.format.damage import WHOLE, VerificationResult, damage_of
-from stagereg.checkpoint.format.manifest import (
-    LATEST,
-    MANIFEST,
-    NOTES,
-    Checkpoint,
-    FileDigest,
-    Manifest,
-    new_token,
-    plain_name,
-    step_name,
-)
+from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, NOTES, Checkpoint, FileDigest, Manifest, step_name
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.local_files import LocalFiles, local_path, mark_file
 from stagereg.checkpoint.store.lock import Owner, StoreLock, holder
@@ -116,7 +107,7 @@ class Directory(LocalFiles):
         sync(self.root)
 
     def link(self, checkpoint: Checkpoint) -> str:
-        plain = f"{self.root}/{plain_name(checkpoint.name)}"
+        plain = f"{self.root}/{manifests.plain_name(checkpoint.name)}"
         if os.path.lexists(plain):
             return ""
         beside = self._hidden(checkpoint.name)
@@ -163,7 +154,7 @@ class Directory(LocalFiles):
 
     def _hidden(self, name: str) -> str:
         """Return a new hidden path for a directory. If this run is killed, the next run deletes that directory."""
-        return f"{self.root}/.{name.partition('.')[0]}.{new_token()}.tmp"
+        return f"{self.root}/.{name.partition('.')[0]}.{manifests.new_token()}.tmp"
 
 
 @functools.cache  # one warning per process and argument

@@ -26,15 +26,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+import stagereg.checkpoint.format.damage as damage
 from stagereg.base.small_files import discard, read_small, sync, temporary, temporary_of
-from stagereg.checkpoint.format.damage import (
-    WHOLE,
-    Found,
-    VerificationResult,
-    differences,
-    marks_of_shares,
-    share_of_rank,
-)
+from stagereg.checkpoint.format.damage import Found, VerificationResult, differences, marks_of_shares, share_of_rank
 from stagereg.checkpoint.format.manifest import CHECKSUMS, METADATA, Manifest, now, step_within
 from stagereg.checkpoint.format.pickled import expect_dense
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -277,7 +271,7 @@ class DcpReader(FileSystemReader):
             raise CorruptCheckpointError(f"{checksums} is corrupt: {error}") from error
         if self._manifest is not None:
             only = {METADATA: self._manifest.files[METADATA]} if METADATA in self._manifest.files else {}
-            self._expect(replace(self._manifest, files=only), self._contents({METADATA: WHOLE}))
+            self._expect(replace(self._manifest, files=only), self._contents({METADATA: damage.WHOLE}))
         return super().read_metadata(*args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -295,7 +289,7 @@ class DcpReader(FileSystemReader):
             return plans
         found = [plan.storage_data for plan in plans]
         if len(found) != _world_size() or None in found:  # only some ranks load, so some bytes were not read
-            found = [self._contents(dict.fromkeys(self._manifest.files, WHOLE))]
+            found = [self._contents(dict.fromkeys(self._manifest.files, damage.WHOLE))]
         self._expect(self._manifest, marks_of_shares(found))
         return [replace(plan, storage_data=None) for plan in plans]
 

@@ -18,20 +18,13 @@ from typing import Any
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 
+import stagereg.checkpoint.state.optimizer_forms as forms
 from stagereg.base.small_files import read_small
 from stagereg.checkpoint.format.encoding import DEEPEST, Leaf, walk
 from stagereg.checkpoint.format.index import ArchiveResult, Index, tables
 from stagereg.checkpoint.format.manifest import METADATA
 from stagereg.checkpoint.format.pickled import QUANTIZED
-from stagereg.checkpoint.state.optimizer_forms import (
-    BESIDE,
-    EMPTY_GROUPS,
-    GROUPS,
-    OPTIMIZERS,
-    PARAMS,
-    STATE,
-    hyperparameters,
-)
+from stagereg.checkpoint.state.optimizer_forms import EMPTY_GROUPS, GROUPS, OPTIMIZERS, PARAMS, STATE, hyperparameters
 from stagereg.checkpoint.storage.reading import CheckpointFiles
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.interop.torch_metadata import METADATA_BYTES, loads
@@ -158,7 +151,7 @@ def as_torchs(saved: Mapping[str, Any]) -> dict[str, Any]:
     [part] = parts
     for at, options in part.get(EMPTY_GROUPS, {}).items():
         groups.insert(int(at), {**options, PARAMS: []})
-    return {**part.get(BESIDE, {}), STATE: state | dict(part.get(STATE, {})), GROUPS: groups}
+    return {**part.get(forms.BESIDE, {}), STATE: state | dict(part.get(STATE, {})), GROUPS: groups}
 
 
 def _expect_short_option(key: str, option: Any) -> None:

@@ -9,16 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import stagereg.checkpoint.format.manifest as manifests
 from stagereg.checkpoint.format.damage import VerificationResult, damage_of, differences
-from stagereg.checkpoint.format.manifest import (
-    CHECKSUMS,
-    LATEST_TIME,
-    METADATA,
-    FileDigest,
-    Manifest,
-    is_name,
-    step_within,
-)
+from stagereg.checkpoint.format.manifest import CHECKSUMS, LATEST_TIME, METADATA, FileDigest, Manifest, step_within
 from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.errors import MALFORMED, CheckpointError
@@ -77,7 +70,7 @@ def _file_sizes(content: bytes) -> dict[str, int]:
     try:
         for info in loads(content).storage_data.values():
             name, end = info.relative_path, info.offset + info.length
-            if not is_name(name) or "/" in name or name in (".", ".."):
+            if not manifests.is_name(name) or "/" in name or name in (".", ".."):
                 raise ValueError(f"the metadata names {name!r:.100}, which is not a file in the directory")
             sizes[name] = max(end, sizes.get(name, 0))
     except CheckpointError as error:

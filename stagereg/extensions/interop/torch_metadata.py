@@ -13,28 +13,22 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint.filesystem as filesystem
+import torch.distributed.checkpoint.metadata as dcp
 import torch.distributed.checkpoint.metadata as torch_metadata
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from stagereg.checkpoint.format.encoding import DEEPEST, without_gc
+from stagereg.checkpoint.format.encoding import DEEPEST
 from stagereg.checkpoint.format.index import MOST_DIMENSIONS
 from stagereg.checkpoint.format.manifest import METADATA, MOST
 from stagereg.checkpoint.format.unpickler import BoundedUnpickler, Name
 from stagereg.errors import CheckpointError
+from stagereg.kernel.copier import no_collection
 
 _CHUNKS = 10_000  # maximum number of chunks without stored data
 METADATA_BYTES = 1 << 30  # largest file that is read
 _ENCODING = torch_metadata._MEM_FORMAT_ENCODING
 _INFO = filesystem._StorageInfo
-_OBJECTS: tuple[type, ...] = (Metadata, MetadataIndex, StorageMeta, TensorProperties, BytesStorageMetadata)
+_OBJECTS: tuple[type, ...] = (Metadata, MetadataIndex, dcp.StorageMeta, dcp.TensorProperties, dcp.BytesStorageMetadata)
 _OBJECTS += (ChunkStorageMetadata, TensorStorageMetadata, _INFO)
 _DTYPES = {f"torch.{each}": dtype for each, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _MADE: dict[str, Any] = {
@@ -54,7 +48,7 @@ _PROPERTIES = (torch.dtype, torch.layout, bool, _ENCODING)
 def loads(content: bytes) -> Metadata:
     """Return the metadata in the content of a ``.metadata`` file. Raises ``CheckpointError`` if it is invalid."""
     try:
-        with without_gc():
+        with no_collection():
             metadata = _MetadataUnpickler(content).load()
             _expect_sound(metadata)
     except CheckpointError:
@@ -85,7 +79,7 @@ class _MetadataUnpickler(BoundedUnpickler):
         return _MADE[of](*given)
 
     def build(self, made: Any, state: Any) -> None:
-        if type(made) is TensorProperties:
+        if type(made) is dcp.TensorProperties:
             if type(state) is not tuple or any(type(each) not in _PROPERTIES for each in state):
                 raise ValueError("the properties of a tensor have an unsupported type")
             made.__setstate__(state)
@@ -122,7 +116,7 @@ def _expect_sound(metadata: Any) -> None:
     for name, entry in _items(metadata.state_dict_metadata):
         _expect(name, str)
         if type(entry) is TensorStorageMetadata:
-            _expect(entry.properties, TensorProperties)
+            _expect(entry.properties, dcp.TensorProperties)
             _expect(entry.properties.dtype, torch.dtype)
             _expect(entry.chunks, list)
             _expect_size(entry.size)
@@ -134,7 +128,7 @@ def _expect_sound(metadata: Any) -> None:
                 _expect_size(chunk.offsets, len(entry.size))
                 _expect_size(chunk.sizes, len(entry.size))
         else:
-            _expect(entry, BytesStorageMetadata)
+            _expect(entry, dcp.BytesStorageMetadata)
     for name, way in _items(metadata.planner_data or {}):
         _expect(name, str)
         _expect(way, tuple)

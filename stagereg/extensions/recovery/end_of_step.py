@@ -17,12 +17,12 @@ import stagereg.checkpoint.state.entries as entries
 import stagereg.checkpoint.state.rng as rng
 import stagereg.extensions.recovery.state_tensors as state_tensors
 from stagereg.checkpoint.format.configs import content_of, is_config
-from stagereg.checkpoint.format.encoding import without_gc
 from stagereg.checkpoint.format.split_tensors import carry
 from stagereg.checkpoint.state.optimizer_state import ParameterNames
 from stagereg.data import is_position, is_stateful
 from stagereg.errors import CheckpointError, reason
 from stagereg.extensions.recovery.state_tensors import COPIED_BYTES, FLAT, SMALL_BYTES, StateTensors
+from stagereg.kernel.copier import no_collection
 from stagereg.kernel.state_dict import ATOMS, TreeSpec, flatten
 from stagereg.registry import build
 
@@ -206,7 +206,7 @@ class Notes:
         """Return the current options of an optimizer's group. Its tensors are recorded with the optimizer's state."""
         return {key: x if type(x) in _KEPT else self.of(x) for key, x in group.items() if key != "params"}
 
-    @without_gc()
+    @no_collection()
     def _copied(self, value: Any) -> Any:
         """Copy any other value, except its large tensors."""
         began, spec = time.thread_time(), flatten(value)

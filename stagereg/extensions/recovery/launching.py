@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import stagereg.launch.extension as launch
 from stagereg.base.durations import seconds_of
 from stagereg.base.rank_failures import responding
 from stagereg.errors import ConfigError, LaunchError, at_least
@@ -18,17 +19,7 @@ from stagereg.extensions.recovery.restarts import Restarts
 from stagereg.extensions.recovery.run_secret import agreed_secret, given_secret
 from stagereg.extensions.recovery.warm import WarmProcess, WarmStart
 from stagereg.launch.command_line import number
-from stagereg.launch.extension import (
-    Again,
-    Attempt,
-    Cause,
-    End,
-    LaunchExtension,
-    RankExtension,
-    Refusal,
-    Start,
-    ThisRank,
-)
+from stagereg.launch.extension import Again, Cause, End, LaunchExtension, RankExtension, Refusal, Start, ThisRank
 from stagereg.launch.run_store import await_key
 
 _HEARD_S = 5.0  # seconds to wait, after an error of this rank, for the report of the failed rank that caused it
@@ -56,7 +47,7 @@ class RecoveryLauncher(LaunchExtension):
     def start(self, rank: int, start: Start) -> WarmProcess | None:
         return None if self._warm is None else self._warm.start(start)
 
-    def poll(self, attempt: Attempt) -> None:
+    def poll(self, attempt: launch.Attempt) -> None:
         # A warm process that starts earlier would compete with the ranks for cores while they start.
         if self._restarts.most and self._warm is None and attempt.store.get("in job/0"):
             self._warm = WarmStart(attempt.start)

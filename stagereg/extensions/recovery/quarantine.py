@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import stagereg.base.shutdown as shutdown
+import stagereg.extensions.recovery.crashes as records
 import stagereg.extensions.recovery.rank_failure as rank_failure
 from stagereg.base.crash_report import place_of
 from stagereg.base.deadline import within
@@ -18,17 +19,7 @@ from stagereg.checkpoint.format.manifest import RESTORED, step_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store
 from stagereg.errors import CheckpointError, is_consequence
-from stagereg.extensions.recovery.crashes import (
-    STORE,
-    Crashes,
-    RestoreRecord,
-    crashes_in,
-    is_in_order,
-    is_out_of_memory,
-    key_of,
-    record_in,
-    step_of,
-)
+from stagereg.extensions.recovery.crashes import STORE, Crashes, RestoreRecord, is_in_order, key_of, step_of
 from stagereg.extensions.recovery.restarts import is_automatic
 from stagereg.launch.run_store import NEXT_START
 
@@ -136,7 +127,7 @@ class Quarantine(CheckpointExtension):
         """
         store = self._store_of(request, request.resume)
         if not self._is_ours(store):
-            return {path: each._replace(most=self._max_crashes) for path, each in crashes_in(store).items()}
+            return {path: each._replace(most=self._max_crashes) for path, each in records.crashes_in(store).items()}
         record = self._record or RestoreRecord()
         keys = {each.path: key_of(each.name) for each in (store.checkpoints()[0] if record.times else ())}
         for each in listed:
@@ -223,7 +214,7 @@ class Quarantine(CheckpointExtension):
         if self._process != os.getpid():
             return
         self.crashed = not is_in_order(error)
-        if is_consequence(error) or (self.crashed and is_out_of_memory(error)):
+        if is_consequence(error) or (self.crashed and records.is_out_of_memory(error)):
             return
         with within(_BEST_EFFORT_S):
             record = self._record if self._writes else RestoreRecord.read(self._store)
@@ -251,7 +242,7 @@ class Quarantine(CheckpointExtension):
         """Return the record of earlier runs; ``None`` on a rank that does not write the record."""
         if not self._counts():
             return None
-        return record_in(self._store, self._holds) if self._record is None else self._record
+        return records.record_in(self._store, self._holds) if self._record is None else self._record
 
     def _take(self, read: Sequence[RestoreRecord | None]) -> None:
         """Use the newest of the records that the ranks have read."""

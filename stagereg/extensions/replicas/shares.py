@@ -19,22 +19,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.state.entries as state_entries
+import stagereg.extensions.replicas.comparing as comparing
 from stagereg.base.pages import view_of
 from stagereg.checkpoint.format.checksum import crc32
 from stagereg.checkpoint.state.entries import local_part
 from stagereg.checkpoint.targets import Part, Question, ReplicaSave, ReplicaSharding
 from stagereg.checkpoint.targets import Shards as WrittenShards
 from stagereg.errors import RankMismatchError, name_ranks
-from stagereg.extensions.replicas.comparing import (
-    Compared,
-    EntryContents,
-    HeldTensor,
-    Kind,
-    compare,
-    content_digests,
-    contents,
-    expect_alike,
-)
+from stagereg.extensions.replicas.comparing import Compared, EntryContents, HeldTensor, Kind, compare
 
 _COMPARING = -1  # marks a save in which ranks compare, instead of the number of an earlier comparison
 _LEAST_BYTES = 1 << 16  # smaller tensors are not split
@@ -188,12 +180,12 @@ class ShardedSave(ReplicaSave):
         # Values that are new since the last comparison are not sharded, so the ranks compare them in each save.
         known = () if self._shares is None else self._shares.names
         if self._buffers is not None:
-            self._contents = contents(self._entries, self._buffers, objects, known)
+            self._contents = comparing.contents(self._entries, self._buffers, objects, known)
         if self._shares is not None:
             post = _Post(self._shares.found_in, self._samples, [*self._contents.values()])
             return WrittenShards(self._entries, self._shares.parts, post)
         names = {kind: [piece.name for piece in each.pieces] for kind, each in self._contents.items()}
-        return Question(_Post(_COMPARING, digests=content_digests(self._contents)), names)
+        return Question(_Post(_COMPARING, digests=comparing.content_digests(self._contents)), names)
 
     def answer(self, posts: Sequence[_Post], lasting: Sequence[Mapping[Kind, Sequence[str]]]) -> Sequence[Compared]:
         self._book.note_compared(self.number, (name for held in lasting for each in held.values() for name in each))
@@ -216,7 +208,7 @@ class ShardedSave(ReplicaSave):
         if not self._compares:
             new = ((rank, piece.name) for rank in order for x in posts[rank].differing for piece in x.pieces)
             self._book.expect_not_compared(posts[0].found_in, new)
-        expect_alike({rank: posts[rank].differing for rank in order})
+        comparing.expect_alike({rank: posts[rank].differing for rank in order})
         expect_samples_alike([each.samples for each in posts])
 
     def ended(self, error: BaseException | None) -> None:

@@ -18,19 +18,10 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from typing import IO
 
+import stagereg.base.small_files as small_files
 from stagereg.base.machine import boot_id
 from stagereg.base.option_text import option
-from stagereg.base.small_files import (
-    UnfitFileError,
-    discard,
-    open_regular,
-    read_small,
-    replace_small,
-    sync,
-    temporary_of,
-    warn_skipped,
-    write_new,
-)
+from stagereg.base.small_files import UnfitFileError, discard, read_small, sync, warn_skipped, write_new
 from stagereg.checkpoint.format.manifest import RUN, plain_name, step_of
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.lock import LOCK
@@ -132,7 +123,7 @@ class MachineFolder:
     def sweep(self) -> None:
         """Delete the incomplete files of dead processes. The caller must hold the lock of the folder."""
         for name in os.listdir(self.path):
-            if _HIDDEN.fullmatch(name) or temporary_of(name) in (NOTE, BOOT):
+            if _HIDDEN.fullmatch(name) or small_files.temporary_of(name) in (NOTE, BOOT):
                 discard(f"{self.path}/{name}")
         for folder in [f"{self.path}/{name}" for name in self._saves()]:
             parts = [*_parts_in(folder)]
@@ -158,7 +149,7 @@ class MachineFolder:
         return []
 
     def _replace(self, folder: str, name: str, text: str) -> None:
-        replace_small(f"{folder}/{name}", text.encode(), _PRIVATE, self._durable)
+        small_files.replace_small(f"{folder}/{name}", text.encode(), _PRIVATE, self._durable)
 
 
 def make_private(path: str) -> None:
@@ -194,7 +185,7 @@ def read_own(path: str) -> bytes:
 
 def open_own(path: str) -> IO[bytes]:
     """Open a file that this user owns for reading. Raises the errors of :func:`.open_regular`."""
-    return open(path, "rb", buffering=0, opener=functools.partial(open_regular, owner=os.geteuid()))
+    return open(path, "rb", buffering=0, opener=functools.partial(small_files.open_regular, owner=os.geteuid()))
 
 
 def read_or_skip(path: str) -> bytes:
