@@ -17,11 +17,9 @@ from typing import Any
 RESUME_CODE = 75
 """Exit code of a run that saved and exited after a signal, and should be started again: EX_TEMPFAIL of sysexits.h."""
 
-
 _RANKS = 4  # maximum number of ranks that a message lists
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # the address of an object, which differs between ranks
 _LONGEST = 1000  # maximum characters of an error message; some messages contain the whole input
-
 
 # Control characters of terminals, characters that reorder text, and characters that cannot be encoded.
 _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

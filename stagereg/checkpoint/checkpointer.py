@@ -88,10 +88,9 @@ class Checkpointer:
     ) -> None:
         print_once()
         self._stores, place = notes is None, dir if notes is None else notes
-        groups = {"restore": restore, "failure": failure}
-        options.check_all(
-            {"dir": place, "every": every, "keep": keep, "resume": resume, "save_last": save_last, **groups}
-        )
+        groups: dict[str, Any] = {"restore": restore, "failure": failure}
+        given = {"dir": place, "every": every, "keep": keep, "resume": resume, "save_last": save_last}
+        options.check_all({**given, **groups})
         self.resume, self.restore_options = resume, restore
         self._enabled, self._failure, self._save_last = enable, failure, save_last
         self._store = open_store(place)
@@ -111,12 +110,9 @@ class Checkpointer:
         self._hold = DirectoryLock(self._store, self._ranks, failure.timeout.total_seconds(), resume, locked)
         if enable:
             schedule, policy = every if isinstance(every, Schedule) else Schedule(every), Keep.of(keep)
-            alike: dict[str, Any] = {
-                "dir": self._store.root if self._stores else None,
-                "every": str(schedule),
-                "keep": policy,
-            }
-            alike |= {"resume": resume, **groups, "save_last": save_last, "storage": name_of(self._storage)}
+            root = self._store.root if self._stores else None
+            alike: dict[str, Any] = {"dir": root, "every": str(schedule), "keep": policy, "resume": resume, **groups}
+            alike |= {"save_last": save_last, "storage": name_of(self._storage)}
             options.expect_alike(self._ranks, options.compared(**alike, **compared, **self._extensions.options()))
             token = self._hold.open(dir if self._stores else None)
             parts = self._store, policy, self._storage, self._ranks, token, schedule, read_back

@@ -36,9 +36,8 @@ def expect_whole(config: Any) -> None:
         return
     convert = sys.modules["omegaconf"].OmegaConf.to_container
     try:
-        same = convert(made(type(config).__name__, content_of(config), [None, None]), resolve=True) == convert(
-            config, resolve=True
-        )
+        alone = made(type(config).__name__, content_of(config), [None, None])
+        same = convert(alone, resolve=True) == convert(config, resolve=True)
     except Exception:
         same = False
     if not same:

@@ -34,9 +34,7 @@ _LONGEST_INTEGER_BITS = 255 * 8 - 1  # bits of the longest integer that torch re
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _NUMPY = "numpy."  # prefix of the type of a NumPy scalar, which is read as a Python number without NumPy
 _NUMBERS = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)")
-_CONFIG = (
-    "Save it as plain data: OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), and other objects as text"
-)
+_CONFIG = "OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), and other objects as text"
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 
 
@@ -128,7 +126,8 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
             return _plain(value)
         except TypeError as error:
             if configs.is_config(value):
-                raise CheckpointError(f"{name!r} would not load back: {error}. {_CONFIG}") from error
+                text = f"{name!r} would not load back: {error}. Save it as plain data: {_CONFIG}"
+                raise CheckpointError(text) from error
             objects.append(name)
             pickled.expect_loadable(name, value)
             return {}

@@ -127,9 +127,8 @@ def is_generator(value: Any) -> bool:
 def expect_no_data(name: str, value: Any, kinds: tuple[type, ...] = _LOADERS) -> None:
     """Raise ``CheckpointError`` for a data loader or sampler whose position in the data could not be restored."""
     if isinstance(value, kinds):
-        raise CheckpointError(
-            _NO_POSITION.format(name=name, kind=f"{type(value).__module__}.{type(value).__qualname__}")
-        )
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise CheckpointError(_NO_POSITION.format(name=name, kind=kind))
 
 
 def find_object(value: Any) -> str | None:

@@ -25,7 +25,6 @@ RESUME = ("auto", "latest", "never")  # values of `resume` other than the path o
 
 _log = logging.getLogger(__name__)
 
-
 NOT_EXACT = "not exact"
 """The status of a checkpoint that was saved without the state of a failed rank."""
 
@@ -140,9 +139,8 @@ def not_that_one(resume: str, damaged: Candidate) -> CorruptCheckpointError:
         what = f"it has no {MANIFEST}. " if there else "it does not exist. "
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     beside = shlex.quote(open_parent_store(damaged.path).root)
-    return CorruptCheckpointError(
-        f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` lists the valid checkpoints."
-    )
+    text = f"{named} is not a complete checkpoint: {what}`stagereg verify {beside}` lists the valid checkpoints."
+    return CorruptCheckpointError(text)
 
 
 def _exact(chosen: bool) -> str:

@@ -47,9 +47,8 @@ def select_of_modules(
     own._metadata = {moved(path, moves): each for path, each in versions.items()}  # type: ignore[attr-defined]
     rest = {key: structure[old] for key, old in saved.items() if key not in taken}
     missing = [key for key in taken if key not in own]
-    may_miss = [
-        key for key in missing if key in live and not is_lazy(live[key]) and name_map.may_miss(key, f"{name}.{key}")
-    ]
+    known = (key for key in missing if key in live and not is_lazy(live[key]))
+    may_miss = [key for key in known if name_map.may_miss(key, f"{name}.{key}")]
     if may_miss:
         name_map.missing[name] = may_miss
     if exact or module_state.has_flat_parameters(modules):

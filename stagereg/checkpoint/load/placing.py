@@ -45,6 +45,7 @@ _MORE_GROUPS = (
     ". No group of the optimizer here has these parameters. If the run that saved them added a group, call "
     "optimizer.add_param_group(...) before restore(), as that run did"
 )
+DO_NOT_TRAIN = "Do not train with them: restore another checkpoint, or start the program again"
 
 
 def refusal(name: str, why: str) -> str:
@@ -60,18 +61,12 @@ def refused_late(name: str, why: str, changed: Sequence[str]) -> str:
     """Return the error message for an object that rejected its state after other objects had been loaded."""
     others = [each for each in changed if each != name]
     more = f" Objects that were restored before it have changed: {listed(others)}." if others else ""
-    return (
-        f"{refusal(name, why)}. {name!r} may have changed in part.{more} Do not train with them: restore another "
-        "checkpoint, or start the program again"
-    )
+    return f"{refusal(name, why)}. {name!r} may have changed in part.{more} {DO_NOT_TRAIN}"
 
 
 def changed_in_part(error: Exception) -> str:
     """Return the error message for a restore that failed while values were loaded into objects."""
-    return (
-        f"{error}. The objects have changed in part. Do not train with them: restore another checkpoint, or start the "
-        "program again"
-    )
+    return f"{error}. The objects have changed in part. {DO_NOT_TRAIN}"
 
 
 def from_scratch(name: str) -> str:
@@ -317,10 +312,8 @@ def _pair(structure: Any, live: Any, in_place: bool, cast: bool) -> None:
             fits = stored.dtype is not None and entries.TensorKind.of(stored).fits(wanted, cast)
             structure.dtype = live.dtype if fits else None
             in_place = in_place and fits and stored.chunks is not None and not stored.is_subclass and _is_plain(live)
-            in_place = (
-                in_place and structure.strides is None and (structure.placed is None or type(live) is not DTensor)
-            )
-            structure.in_place = in_place or isinstance(live, ShardedTensor)
+            as_stored = structure.strides is None and (structure.placed is None or type(live) is not DTensor)
+            structure.in_place = (in_place and as_stored) or isinstance(live, ShardedTensor)
     elif isinstance(structure, dict) and isinstance(live, dict):
         for key, item in structure.items():
             if key in live:
@@ -416,6 +409,5 @@ def assign(
             raise CheckpointError(f"{path!r} does not have the saved bytes after it was loaded: {kinds}")
         shards = [each.tensor for each in x.local_shards()] if isinstance(x, ShardedTensor) else [x]
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in shards):
-            raise CheckpointError(
-                f"{path!r} is on the meta device, which has no memory. Allocate memory first, for example by to_empty()"
-            )
+            why = "is on the meta device, which has no memory. Allocate memory first, for example by to_empty()"
+            raise CheckpointError(f"{path!r} " + why)

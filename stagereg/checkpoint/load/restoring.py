@@ -27,6 +27,7 @@ from stagereg.checkpoint.format.damage import Found, InaccessibleFile, differenc
 from stagereg.checkpoint.format.index import INDEX
 from stagereg.checkpoint.format.manifest import Checkpoint
 from stagereg.checkpoint.load.loading import Loading
+from stagereg.checkpoint.load.placing import DO_NOT_TRAIN
 from stagereg.checkpoint.load.store_source import StoreSource
 from stagereg.checkpoint.store.open_store import backend_of
 from stagereg.errors import CheckpointError, CorruptCheckpointError, kind_of, name_ranks
@@ -62,8 +63,7 @@ def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Calla
             raise
         raise kind_of([error])(
             f"{str(error).rstrip()}\nThe objects now mix their own values with values that were read from "
-            f"{run.touched[0]}, because read=once checks while reading. Do not train with them: restore another "
-            "checkpoint, or start the program again."
+            f"{run.touched[0]}, because read=once checks while reading. {DO_NOT_TRAIN}."
         ) from error
 
 
@@ -249,8 +249,8 @@ class _Attempt:
                 rank, name = found.missed[0]
                 raise CheckpointError(
                     f"{self._chosen.path}/{name} exists on {self._ranks.name(complete.index(True))}, but not on "
-                    f"{self._ranks.name(rank)}. "
-                    f"All ranks must see the same files in {self._chosen.path.rpartition('/')[0]}."
+                    f"{self._ranks.name(rank)}. All ranks must see the same files in "
+                    f"{self._chosen.path.rpartition('/')[0]}."
                 )
         return found
 

@@ -55,9 +55,6 @@ class RankEntries:
     def digests(self) -> dict[str, bytes]:
         return {name: digest(each) for name, each in self.structures.items()}
 
-    def structures_for(self, asked: Asked) -> Sent:
-        return {name: self.structures[name] for name in asked}
-
 
 class EntryMerger:
     """Merges the encoded values of all ranks in one save. Used on rank 0.

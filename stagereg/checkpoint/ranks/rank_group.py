@@ -15,12 +15,12 @@ records this in the store. After a timeout, the ranks without such a record are 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-_PATIENCE = datetime.timedelta(days=30)  # longer than any wait for storage
-_USUAL = datetime.timedelta(minutes=30)  # default timeout of gloo groups in torch
+_PATIENCE = timedelta(days=30)  # longer than any wait for storage
+_USUAL = timedelta(minutes=30)  # default timeout of gloo groups in torch
 _LONG_S = 5.0  # seconds until a waiting rank logs the ranks that it waits for
 _TOGETHER_S = 120.0  # seconds within which all ranks must construct their groups
 _TURN_S = 1.0  # seconds until a waiting rank records in the rendezvous store that it waits
@@ -128,9 +128,7 @@ class RankGroup:
 
     _named: Sequence[int] = ()  # global ranks of the group's ranks, for messages; a subclass may have none
 
-    def __init__(
-        self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
         self.limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)  # limit of exchanges without their own limit
         self.rank, self.size = 0, 1
@@ -146,9 +144,8 @@ class RankGroup:
         training = process_group or dist.group.WORLD
         ranks = self._named = dist.get_process_group_ranks(training)
         present = self._await_all(training, len(ranks))
-        self.group = dist.new_group(
-            ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
-        )
+        local = process_group is not None
+        self.group = dist.new_group(ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=local)
         present()
         self.rank, self.size, self.numbers = dist.get_rank(self.group), len(ranks), range(len(ranks))
 
@@ -213,7 +210,7 @@ class RankGroup:
         work = None if self.size == 1 else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
 
         def wait(seconds: float | None = None) -> list[float]:
-            limit = self.limit if seconds is None else datetime.timedelta(seconds=seconds)
+            limit = self.limit if seconds is None else timedelta(seconds=seconds)
             with self.explaining("The ranks could not agree on a step"):
                 try:
                     if work is not None:
@@ -255,7 +252,7 @@ class RankGroup:
                 abort(cast("dist.ProcessGroup", self.group))
             raise CheckpointError(f"{failing}: {self._why}") from error
 
-    def wait(self, work: Any, limit: datetime.timedelta) -> None:
+    def wait(self, work: Any, limit: timedelta) -> None:
         """Wait for a collective. Errors of torch propagate.
 
         Not suitable for send and receive, because a timeout of these operations closes the connection.
@@ -264,7 +261,7 @@ class RankGroup:
         while not work.is_completed():
             turn = max(min(_TURN_S, ends - time.monotonic()), 0.001)
             try:
-                work.wait(datetime.timedelta(seconds=turn))
+                work.wait(timedelta(seconds=turn))
             except RuntimeError:
                 if not work.is_completed() and time.monotonic() > ends:
                     raise
@@ -325,7 +322,7 @@ class RankGroup:
         failing: str,
         act: Callable[[], T],
         answer: Callable[[list[T]], Sequence[U]],
-        limit: datetime.timedelta | None = None,
+        limit: timedelta | None = None,
     ) -> U:
         """Call ``act`` on every rank, then ``answer`` on rank 0; if any call fails, raise on all ranks. Collective.
 
@@ -372,11 +369,10 @@ class RankGroup:
 
     def _expect_initialized(self, failing: str) -> None:
         if not dist.is_initialized():
-            raise CheckpointError(
-                f"{failing}: the process group is gone. Call close() of the Checkpointer before destroy_process_group()"
-            )
+            why = "the process group is gone. Call close() of the Checkpointer before destroy_process_group()"
+            raise CheckpointError(f"{failing}: " + why)
 
-    def _collect(self, post: bytes, limit: datetime.timedelta) -> list[bytes]:
+    def _collect(self, post: bytes, limit: timedelta) -> list[bytes]:
         """Return the messages of all ranks on rank 0. ``gather_object`` would pad each message to the longest one."""
         heads = [_head() for _ in range(self.size)] if self.rank == 0 else None
         self.wait(dist.gather(_head(post), heads, group=self.group, group_dst=0, async_op=True), limit)
@@ -385,7 +381,7 @@ class RankGroup:
             return []
         return [post, *self._receive(list(enumerate(heads))[1:])]
 
-    def _hand_out(self, answers: Sequence[bytes], limit: datetime.timedelta) -> bytes:
+    def _hand_out(self, answers: Sequence[bytes], limit: timedelta) -> bytes:
         """Send ``answers[rank]`` from rank 0 to each rank, and return the message for this rank."""
         head, heads = _head(), [_head(each) for each in answers]
         self.wait(dist.scatter(head, heads or None, group=self.group, group_src=0, async_op=True), limit)

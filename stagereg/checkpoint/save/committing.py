@@ -320,7 +320,8 @@ class _Work:
         write.at = "waiting for the proof that the state did not change during the copy"
         confirm()
         write.at = WAITING_FOR_OTHERS
-        return _RankFiles(marks, self.own.structures_for(self.asked), digests), (tuple(self._results),), self._more
+        structures = {name: self.own.structures[name] for name in self.asked}
+        return _RankFiles(marks, structures, digests), (tuple(self._results),), self._more
 
     def _release_copy(self) -> None:
         """Release the copy. Raises: the error that made staging fail."""

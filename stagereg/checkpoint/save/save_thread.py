@@ -176,9 +176,8 @@ class SaveThread:
             first.until = min(first.until, time.monotonic() + self.timeout_s)  # infinite until the write begins
             if not first.late and time.monotonic() >= first.until:
                 first.late = True
-                self.failures.keep_failure(
-                    first.request.step, self._lateness(first), everywhere=first.at == WAITING_FOR_OTHERS
-                )
+                everywhere = first.at == WAITING_FOR_OTHERS
+                self.failures.keep_failure(first.request.step, self._lateness(first), everywhere)
             return first
 
     def _lateness(self, write: Write) -> CheckpointError:
@@ -302,9 +301,8 @@ class SaveThreads(Saves):
                 each.raise_failure()
             if any(each.hanging for each in self.all[: number + 1]):
                 thread.failures.set_status(request.step)
-                raise CheckpointError(
-                    f"Step {request.step} was not saved: an earlier save hangs. {thread.describe_newest()}"
-                )
+                newest = thread.describe_newest()
+                raise CheckpointError(f"Step {request.step} was not saved: an earlier save hangs. {newest}")
 
     def submit(self, request: Request, copy: StagedCopy) -> None:
         """Queue a copy for each target of a request."""

@@ -186,8 +186,7 @@ class Saver:
             try:
                 self._settle(step, copy)
             finally:
-                stall = record.now() - request.called
-                self._threads.held(request, stall)
+                self._threads.held(request, stall := record.now() - request.called)
         if copy.failure is None:
             self._threads.stats.stall_seconds.append(stall)
             record.emit("stall", step=step, start=request.called, seconds=stall, **request.tags)
@@ -197,9 +196,8 @@ class Saver:
         discarded, failure = self.retake.pending, self.retake.failure
         if discarded is not None and failure is not None:
             self.retake.pending = self.retake.failure = None
-            advice = (
-                f"Call wait() before the program writes to a saved state, or use {choice('stager', 'pinned_cached')}."
-            )
+            other = choice("stager", "pinned_cached")
+            advice = f"Call wait() before the program writes to a saved state, or use {other}."
             failure = WrittenWhileSavedError(f"{str(failure).rstrip('.')}. {advice}")
             self._threads.failures.keep_failure(discarded.step, failure)
 

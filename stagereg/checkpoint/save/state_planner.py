@@ -177,9 +177,8 @@ def _expect_whole(name: str, tensor: TensorStorageMetadata) -> None:
     outside = any(begin < 0 or begin + size > whole for begin, size, whole in ends)
     covers = sum(math.prod(sizes) for _, sizes in boxes) == tensor.size.numel()
     if outside or not covers or (len(boxes) > 1 and overlap(boxes)):
-        raise CheckpointError(
-            f"The shards of {name!r} on the ranks overlap, or do not cover its shape {[*tensor.size]}."
-        )
+        text = f"The shards of {name!r} on the ranks overlap, or do not cover its shape {[*tensor.size]}."
+        raise CheckpointError(text)
 
 
 def _kind(x: Any) -> object:

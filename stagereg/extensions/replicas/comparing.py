@@ -32,7 +32,6 @@ from stagereg.errors import RankMismatchError, name_ranks
 _SHOWN = 10
 _OBJECTS = "stagereg.objects"
 
-
 Kind: TypeAlias = tuple[str, bool]
 """A set of tensors of one entry: the name of the entry, and whether the tensors are whole (True) or split (False)."""
 

@@ -31,7 +31,7 @@ def exchanged(before: Any, after: Any, change: Any = lambda sent: sent) -> tuple
     there = {(name, digest(each)): each for name, each in structures(before).items()}
     merging = EntryMerger([own.digests()], [0], (), there)
     [asked] = merging.ask_ranks()
-    sent = change(own.structures_for(asked))
+    sent = change({name: own.structures[name] for name in asked})
     return sent.get("optimizer"), merging.put_together([sent])["optimizer"].text
 
 

@@ -35,16 +35,16 @@ def seen() -> dict[str, Any]:
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_what_torch_writes_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> None:
     chunk = torch_metadata.ChunkStorageMetadata(torch.Size((0, 2)), torch.Size((1 << 40, 3)))
-    properties = torch_metadata.dcp.TensorProperties(dtype=torch.bfloat16, requires_grad=True)
+    properties = torch_metadata.TensorProperties(dtype=torch.bfloat16, requires_grad=True)
     name, index = "model.w", torch_metadata.MetadataIndex("model.w", chunk.offsets, 0)
     metadata = torch_metadata.Metadata(
         {
             name: torch_metadata.TensorStorageMetadata(properties, chunk.sizes, [chunk]),
-            "x" * 300: torch_metadata.dcp.BytesStorageMetadata(),
+            "x" * 300: torch_metadata.BytesStorageMetadata(),
         },
         {name: ("model", 70_000, "w")},
         {index: _StorageInfo("__0_0.distcp", 1 << 40, 7)},
-        torch_metadata.dcp.StorageMeta(checkpoint_id=PosixPath("/x/y"), save_id="a", modules=["m"]),
+        torch_metadata.StorageMeta(checkpoint_id=PosixPath("/x/y"), save_id="a", modules=["m"]),
     )
     found = reader.loads(pickle.dumps(metadata, protocol))
     assert found == metadata
