@@ -386,8 +386,7 @@ class CountedBatches(Generic[T]):
                 "The workers of the data loader draw random numbers for the samples of %s. A run that resumes in the "
                 "middle of an epoch draws different numbers. To draw the same, add before the sampler and the loader: "
                 "dataset = stagereg.data.seeded(dataset, seed=%d)",
-                type(self._loader.dataset).__name__,
-                self._sampler.seed,
+                *(type(self._loader.dataset).__name__, self._sampler.seed),
             )
 
     def _batches(self, epoch: int) -> int:

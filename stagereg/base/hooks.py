@@ -108,11 +108,8 @@ REPLAYS = _TorchHooks(getattr(torch.cuda.graphs, "register_graph_replay_start_ho
 LOADS = _MethodHooks((torch.nn.Module, "load_state_dict"))  # before a module loads a state dict
 PLATEAUS = _MethodHooks((ReduceLROnPlateau, "step"))  # before a step of the scheduler
 FREES = _MethodHooks(
-    (torch.UntypedStorage, "resize_"),
-    (torch.UntypedStorage, "_share_fd_cpu_"),
-    (torch.UntypedStorage, "_share_filename_cpu_"),
-    (torch.Tensor, "resize_"),
-    (torch.Tensor, "resize_as_"),
+    *((torch.UntypedStorage, name) for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")),
+    *((torch.Tensor, name) for name in ("resize_", "resize_as_")),
 )
 """Before a storage, such as a tensor's, is freed, resized or moved to shared memory in place."""
 

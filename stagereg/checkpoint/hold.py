@@ -107,15 +107,13 @@ class DirectoryLock:
         if self.acquired and not self._warned:
             self._warned = True
             if spared := self._store.retention.spared:
+                newest = ", ".join(sorted(os.path.basename(each) for each in spared)[-2:])
                 _log.warning(
                     "stagereg: restore() was not called, and %s has checkpoints of an earlier run, among them %s: this "
                     "run deletes each of them after reaching its step. To resume from them, call restore(state) before "
                     "the loop. To retain them, give this run another directory, %s. To start from scratch on purpose, "
                     "add %s.",
-                    self._store.root,
-                    ", ".join(sorted(os.path.basename(each) for each in spared)[-2:]),
-                    option("checkpoint.dir", "PATH"),
-                    option("checkpoint.resume", "never"),
+                    *(self._store.root, newest, option("checkpoint.dir", "PATH"), option("checkpoint.resume", "never")),
                 )
 
     def acquire_on_all(self) -> None:

@@ -92,9 +92,8 @@ def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
 
 def common_group(joinables: Sequence[Joinable]) -> Any:
     """Return the process group of the joinables. Raises: ``JoinError`` if their process groups differ."""
-    groups: list[Any] = [
-        joinable.join_process_group or dist.group.WORLD for joinable in joinables if not joinable.has_no_collectives
-    ]
+    in_groups = [each for each in joinables if not each.has_no_collectives]
+    groups: list[Any] = [each.join_process_group or dist.group.WORLD for each in in_groups]
     if any(group != groups[0] for group in groups):
         raise JoinError("Using join context manager with multiple process groups")
     return groups[0]

@@ -80,10 +80,9 @@ class Layout:
         named = isinstance(self.batch_dim, Mapping)
         dim = self.batch_dim.get(key, 0) if isinstance(self.batch_dim, Mapping) else self.batch_dim
         if dim < 0 or (named and dim >= max(tensor.ndim, 1)):
-            raise JoinError(
-                f"batch_dim of join.iterate is {dim} for batch item {key!r}, which has only dimensions 0 to "
-                f"{tensor.ndim - 1}."
-            )
+            last = tensor.ndim - 1
+            what = f"batch_dim of join.iterate is {dim} for batch item {key!r}, which has only dimensions 0 to {last}."
+            raise JoinError(what)
         return dim if dim < tensor.ndim else 0
 
     def is_list_of_samples(self, batch: Any) -> bool:
@@ -125,14 +124,10 @@ def emptied(batch: Any, layout: Layout = _BY_FIRST, is_empty: bool | None = None
     """
     try:
         is_empty = has_no_samples(batch) if is_empty is None else is_empty
-        if (
-            not is_empty
-            and isinstance(layout.batch_dim, Mapping)
-            and (unknown := {*layout.batch_dim} - {key for each in _walk(batch) for key in parts_of(each)})
-        ):
-            raise JoinError(
-                f"batch_dim of join.iterate names {', '.join(map(repr, unknown))}, but the batch has no such key."
-            )
+        named = layout.batch_dim if isinstance(layout.batch_dim, Mapping) and not is_empty else {}
+        if named and (unknown := {*named} - {key for each in _walk(batch) for key in parts_of(each)}):
+            names = ", ".join(map(repr, unknown))
+            raise JoinError(f"batch_dim of join.iterate names {names}, but the batch has no such key.")
         if not is_empty and layout.is_list_of_samples(batch):
             return type(batch)()
         if not (is_empty or any(map(_is_opaque, _walk(batch))) or _can_be_cut(batch, layout)):
@@ -305,9 +300,8 @@ def _are_samples(things: Any, size: int | None, layout: Layout) -> bool:
 
 def _lists_of_samples(parts: dict[Any, Any], layout: Layout) -> set[Any]:
     lists = {key: part for key, part in parts.items() if _is_list(part) and part}
-    size = next(
-        (part.shape[layout.dim(part, key)] for key, part in parts.items() if _is_tensor(part) and part.ndim), None
-    )
+    tensors = ((key, part) for key, part in parts.items() if _is_tensor(part) and part.ndim)
+    size = next((part.shape[layout.dim(part, key)] for key, part in tensors), None)
     found = {key for key, part in lists.items() if _are_samples(part, size, layout)}
     if not layout.fields and 1 < len(lists) == len(parts) and len({len(part) for part in lists.values()}) == 1:
         # zip(*samples) yields lists of equal length. If one of them is a list of samples, all are.
@@ -361,22 +355,19 @@ def _emptied(thing: Any, path: str, key: Any, layout: Layout, is_empty: bool) ->
         raise _refusal(thing, path, "it is not a tensor, array, dict, list, tuple or dataclass of these")
     parts = parts_of(thing)
     lists = set() if is_empty else _lists_of_samples(parts, layout)
-    return with_parts(
-        thing,
-        {
-            name: type(part)() if name in lists else _emptied(part, f"{path}[{name!r}]", name, layout, is_empty)
-            for name, part in parts.items()
-        },
-    )
+    emptied = {
+        name: type(part)() if name in lists else _emptied(part, f"{path}[{name!r}]", name, layout, is_empty)
+        for name, part in parts.items()
+    }
+    return with_parts(thing, emptied)
 
 
 def _emptied_tensor(thing: torch.Tensor, path: str, dim: int, is_empty: bool) -> torch.Tensor:
     if not is_empty and (isinstance(thing, DTensor) or thing.is_nested or thing.layout != torch.strided):
         raise _refusal(thing, path, "it is sharded, nested or sparse")
     whole = thing.detach()
-    return (
-        (whole.narrow(dim, 0, 0) if whole.ndim and not is_empty else whole).clone().requires_grad_(thing.requires_grad)
-    )
+    empty = whole.narrow(dim, 0, 0) if whole.ndim and not is_empty else whole
+    return empty.clone().requires_grad_(thing.requires_grad)
 
 
 def _refusal(thing: Any, path: str, reason: str) -> JoinError:

@@ -222,9 +222,8 @@ class Join:
             return
         if self._session is None:
             raise JoinError("join.iterate requires an entered join: with stagereg.Join(...) as join: ...")
-        yield from self._session.enter_loop(loader, iterates=True).run(
-            example, Layout.of(loader, batch_dim), self._counter
-        )
+        loop = self._session.enter_loop(loader, iterates=True)
+        yield from loop.run(example, Layout.of(loader, batch_dim), self._counter)
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
         """Return the mean loss of all ranks. Averaging its gradients over ranks gives the gradient of that mean.
@@ -297,13 +296,9 @@ class Join:
             for name, each in zip(self.joinables, self._joinables, strict=True)
             if isinstance(each, ReducingJoinable)
         }
-        terms = Terms(
-            self._mode,
-            self._throw,
-            any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
-            len(models) > 1,
-            _why_torchs(self._joinables) if isinstance(self._joinables[0], ForeignJoinable) else "",
-        )
+        needs_active = any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables)
+        foreign = _why_torchs(self._joinables) if isinstance(self._joinables[0], ForeignJoinable) else ""
+        terms = Terms(self._mode, self._throw, needs_active, len(models) > 1, foreign)
         session = self._session = JoinSession(self._wire, self._joinables, terms, self._timeout, models)
         names = [type_name(getattr(each, "joinable", each)) for each in self._joinables]
         alike = {"mode": self._mode, "throw": self._throw, "average": self._average, "joinables": ", ".join(names)}

@@ -201,9 +201,8 @@ class FailureDetector:
     def _all_went_on(self) -> bool:
         """Return whether all other ranks have run more collectives than this rank, which waits."""
         own = collectives_of(self._group())
-        return len(self._statuses) == len(self._others) and all(
-            each.collectives > own for each in self._statuses.values()
-        )
+        are_ahead = [each.collectives > own for each in self._statuses.values()]
+        return len(are_ahead) == len(self._others) and all(are_ahead)
 
     def _left_behind(self, what: str) -> PeerFailedError:
         others = name_ranks(sorted(self._statuses))
@@ -244,9 +243,8 @@ class FailureDetector:
         statuses = self._statuses
         busy = {rank: status for rank, status in statuses.items() if not status.waits_for}
         if busy:
-            return _failure_of(
-                busy, f"is alive, but {within}", f"Raise {option('join.timeout')} if a step takes that long."
-            )
+            advice = f"Raise {option('join.timeout')} if a step takes that long."
+            return _failure_of(busy, f"is alive, but {within}", advice)
         absent = self._absent()
         if absent:
             advice = "All ranks must enter the same joins in the same order and leave them together."

@@ -227,9 +227,8 @@ def notify(joinable: Any, reduces: bool | None = True) -> dist.Work | None:
     ``reduces``: whether the step reduces gradients; ``None``: not known yet.
     """
     if not hasattr(joinable, "_join_config"):
-        raise JoinableNotInitializedError(
-            f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
-        )
+        kind = type(joinable)
+        raise JoinableNotInitializedError(f"Check that the {kind} constructor calls the ``Joinable`` constructor")
     config = joinable._join_config
     work = announce(joinable, reduces) if config.is_first_joinable and config.enable else None
     if is_native(joinable) and joinable.session is not None:

@@ -40,14 +40,8 @@ class Peers:
         self.follows = self.failed = False
         self.keys = ["options", "entered", "lacking", "all left"]  # the join's keys in the rendezvous store
         self.name = resources_of(self.group).next_name("join")
-        self.detector = FailureDetector(
-            self.group,
-            timeout_s,
-            self.name,
-            step=lambda: steps() or None,
-            elsewhere=self._is_elsewhere,
-            progress=lambda: self.progress,
-        )
+        parts = self.group, timeout_s, self.name, lambda: steps() or None
+        self.detector = FailureDetector(*parts, elsewhere=self._is_elsewhere, progress=lambda: self.progress)
         self.store: Any = PrefixStore(self.name, self.group.get_group_store()) if self.group.size() > 1 else HashStore()
 
     def _is_elsewhere(self) -> bool:

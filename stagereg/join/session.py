@@ -179,9 +179,8 @@ class JoinSession:
             return True
 
         def is_known(seconds: float) -> bool:
-            return bool(work.is_completed()) or wait_for_keys(
-                self.peers.store, ["lacking"], min(seconds, _POLL_INTERVAL_S)
-            )
+            limit_s = min(seconds, _POLL_INTERVAL_S)
+            return bool(work.is_completed()) or wait_for_keys(self.peers.store, ["lacking"], limit_s)
 
         self.peers.wait(is_known, "the next step")
         return work.is_completed() and int(work.get_future().value()[0].item()) == self.peers.group.size()

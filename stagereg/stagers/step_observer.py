@@ -44,11 +44,8 @@ class StepObserver:
         self._stepping: set[int] = set()
         self._intervals = 0
         self._before: _Moment | None = None
-        self._removes = [
-            BEFORE_STEPS.add(self._before_step),
-            AFTER_STEPS.add(self._after_step),
-            LOADS.add(self._before_load),
-        ]
+        of_steps = BEFORE_STEPS.add(self._before_step), AFTER_STEPS.add(self._after_step)
+        self._removes = [*of_steps, LOADS.add(self._before_load)]
 
     def has_observed(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer was observed between two of its steps."""

@@ -80,11 +80,8 @@ def capture(
         CheckpointError: a name is not a string, or is reserved; two parameters have the same name; or a parameter is
             not initialized.
     """
-    entries: dict[str, Any] = {
-        f"{RESERVED}.step": step,
-        f"{RESERVED}.world_size": world_size,
-        rng_name(rank): rng.capture(generators),
-    }
+    entries: dict[str, Any] = {f"{RESERVED}.step": step, f"{RESERVED}.world_size": world_size}
+    entries[rng_name(rank)] = rng.capture(generators)
     for name, value in state.items():
         if not isinstance(name, str) or name.split(".")[0] == RESERVED:
             raise CheckpointError(

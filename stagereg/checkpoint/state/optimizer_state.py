@@ -137,8 +137,7 @@ def state_of(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     for part, group in zip(found[GROUPS], optimizer.param_groups, strict=True):
         # A scheduler writes into the outer groups of ZeRO; the inner optimizer gets the values at its next step.
         outer = {} if inner is optimizer else hyperparameters(group)
-        own = [names.by_parameter[param] for param in group[PARAMS]]
-        groups.append((own, {**hyperparameters(part), **outer}))
+        groups.append(([names.by_parameter[param] for param in group[PARAMS]], {**hyperparameters(part), **outer}))
     entry = forms.by_name(found, {number: names.by_parameter[param] for number, param in enumerate(params)}, groups)
     by_parameter = {name: param for param, name in names.by_parameter.items()}
     for name, own in entry[STATE].items():
@@ -270,10 +269,10 @@ def select(
                 )
         if there:
             found[own[0]] = {**first, PARAMS: there}
-    local = (
-        [names.by_parameter[param] for param in parameters_of(_inner(optimizer))] if names.flat is None else [*source]
-    )
-    first_local, local = next(iter(local), ""), [name for name in local if name in source]
+    own = [*source]
+    if names.flat is None:
+        own = [names.by_parameter[param] for param in parameters_of(_inner(optimizer))]
+    first_local, local = next(iter(own), ""), [name for name in own if name in source]
     state = {name: saved[STATE][source[name]] for name in local if source[name] in saved[STATE]}
     _keep_apart(state)
     _keep_apart(found)
@@ -299,8 +298,7 @@ def _select_part(optimizer: Optimizer, names: Names, saved: Mapping[str, Any], o
                     "parameter; restore with the same number of optimizers and ranks"
                 )
             known[key] = each
-    count = len(names.by_parameter)
-    wrong = [repr(key) for key in found.get(STATE, {}) if key in range(count)]
+    wrong = [repr(key) for key in found.get(STATE, {}) if key in range(len(names.by_parameter))]
     wrong += [repr(key) for section in found.values() for key in section] if names.flat is not None else []
     if wrong:
         raise CheckpointError(f"this optimizer cannot restore {listed(wrong)}, which belongs to no parameter")
@@ -318,12 +316,9 @@ def _select_empty_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]
             "create the same groups"
         )
     if len(there) != len(here):
-        _log.warning(
-            "%d groups without parameters were saved, and the optimizer has %d. %s.",
-            len(there),
-            len(here),
-            "Their options stay unchanged" if here else "The saved options are ignored",
-        )
+        effect = "Their options stay unchanged" if here else "The saved options are ignored"
+        text = "%d groups without parameters were saved, and the optimizer has %d. %s."
+        _log.warning(text, len(there), len(here), effect)
     return dict(zip(here, there, strict=True)) if len(there) == len(here) else {}
 
 
@@ -333,12 +328,8 @@ def _warn_of_one_group(optimizer: Optimizer, saved: Sequence[set[int]], here: Se
     for (i, one), (j, other) in itertools.combinations(enumerate(saved[: len(groups)]), 2):
         if one & other and not _alike(groups[i], groups[j]):
             differing = sorted(str(key) for key in groups[i] if not _alike(groups[i][key], groups[j].get(key)))
-            _log.warning(
-                "%r and %r are in different parameter groups here, but were saved in one: both get its %s.",
-                here[i][0],
-                here[j][0],
-                ", ".join(differing),
-            )
+            text = "%r and %r are in different parameter groups here, but were saved in one: both get its %s."
+            _log.warning(text, here[i][0], here[j][0], ", ".join(differing))
             return
 
 

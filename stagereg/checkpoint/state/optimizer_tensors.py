@@ -110,9 +110,8 @@ def _placed(x: torch.Tensor, param: DTensor) -> str | None:
 
 def _guessed(x: torch.Tensor, param: DTensor) -> str | None:
     """Return the placement that a restore infers without a note (:mod:`~stagereg.checkpoint.storage.reading`)."""
-    if x.shape == param.shape:
-        return None
-    return REPLICATED if x.ndim == param.ndim > 1 else PLAIN
+    guess = REPLICATED if x.ndim == param.ndim > 1 else PLAIN
+    return None if x.shape == param.shape else guess
 
 
 def _shown(dtype: torch.dtype) -> str:

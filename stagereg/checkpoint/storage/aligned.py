@@ -118,10 +118,8 @@ class AlignedFile(contextlib.AbstractContextManager["AlignedFile"]):
         self._target.end()
         self._whole = True
         failpoint("flushed")
-        return joined(
-            FileDigest(min(BLOCK_BYTES, self._begin - number * BLOCK_BYTES), crc)
-            for number, crc in enumerate(self.blocks)
-        )
+        sizes = (min(BLOCK_BYTES, self._begin - at) for at in range(0, self._begin, BLOCK_BYTES))
+        return joined(map(FileDigest, sizes, self.blocks))
 
     def raise_error(self) -> None:
         """Raise the error of a failed write, if there is one."""

@@ -90,9 +90,7 @@ def name_of(storage: Storage) -> str:
     storage = (storage.wraps if isinstance(storage, Storage) else None) or storage
     path = f"{type(storage).__module__}.{type(storage).__qualname__}"
     entry = registry.find_target(path)
-    if entry is None or entry.kind != "storage":
-        return path
-    return entry.name.removesuffix(_OURS)
+    return path if entry is None or entry.kind != "storage" else entry.name.removesuffix(_OURS)
 
 
 def expect_fit(storage: Storage, path: str) -> None:

@@ -162,8 +162,7 @@ def _warn_of_another_users(root: str, owner: int) -> None:
     _log.warning(
         "stagereg: old checkpoints in %s belong to another user, %d. Only that user can delete them: they stay hidden "
         "until that user starts a run there. Users who share a directory must set `umask 002` before they train.",
-        root,
-        owner,
+        *(root, owner),
     )
 
 

@@ -228,11 +228,8 @@ class DdpJoinable(ReducingJoinable):
         if not training:
             return
         membership, ddp = self.session.membership, self.module
-        if (
-            membership is not None
-            and self._join_config.throw_on_early_termination
-            and self._rebuilds_buckets(self.begun)
-        ):
+        throws = self._join_config.throw_on_early_termination
+        if membership is not None and throws and self._rebuilds_buckets(self.begun):
             # DDP's forward would begin with a collective that ranks without data do not run: raise before it.
             membership.raise_if_exhausted()
         if membership is None or ddp.will_sync_module_buffers():
@@ -264,10 +261,8 @@ class DdpJoinable(ReducingJoinable):
             return
         if self._join_config.throw_on_early_termination:
             membership.raise_if_exhausted()
-        if not self.divides_by_world:
-            syncing = membership.read().syncing
-            if syncing:
-                self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
+        if not self.divides_by_world and (syncing := membership.read().syncing):
+            self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
         """Replace DDP's method: announce, with torch's protocol, whether this step reduces gradients.

@@ -145,9 +145,8 @@ class ReducingJoinable(TrackedJoinable):
 
         Excludes SGD without momentum on a DDP module: it has no state, and parameters are synchronized after the loop.
         """
-        needed = [
-            each for each, steps in self._steps.items() if steps > 0 and (self.gathers or not _is_plain_sgd(each))
-        ]
+        stepped = (each for each, steps in self._steps.items() if steps > 0)
+        needed = [each for each in stepped if self.gathers or not _is_plain_sgd(each)]
         inner = {id(getattr(each, "optim", None)) for each in needed}  # ZeRO's inner optimizers: not on all ranks
         return sorted(self._steps[each] for each in needed if id(each) not in inner)
 
