@@ -42,15 +42,13 @@ def last_event(path: Path, kind: bytes, attempt: str) -> dict[str, Any] | None:
         return None
 
 
-def last_of(
-    data: mmap.mmap, kind: bytes, since: int, belongs: Callable[[dict[str, Any]], bool]
-) -> dict[str, Any] | None:
-    """Return the last event of a kind that ``belongs`` accepts, from offset ``since`` on; ``None`` if none exists."""
+def last_of(data: mmap.mmap, kind: bytes, since: int, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """Return the last event of a kind that ``fits`` accepts, from offset ``since`` on; ``None`` if none exists."""
     head, at = _head(kind), len(data)
     while (at := data.rfind(head, since, at)) >= 0:
         with contextlib.suppress(*MALFORMED):
             event = _event(data, at)
-            if belongs(event):
+            if fits(event):
                 return event
     return None
 

@@ -16,18 +16,16 @@ from stagereg.checkpoint.save.saver import Saver
 _log = logging.getLogger(__name__)
 
 
-def describe_end(
-    background: SaveThreads, dir: Path | str, finished: bool, resume: str | None, skipped: str = ""
-) -> str:
+def describe_end(threads: SaveThreads, dir: Path | str, finished: bool, resume: str | None, skipped: str = "") -> str:
     """Return a message that names the newest checkpoint and explains how to resume from it.
 
     ``resume``: the option of this run, or ``None`` if the run did not call ``restore()``. ``skipped``: a sentence about
     checkpoints that the next start will skip, or ``""``.
     """
-    newest = background.describe_newest()
+    newest = threads.describe_newest()
     if skipped:
         return f"{newest} {skipped}"
-    if all(each.newest is None for each in background.all):
+    if all(each.newest is None for each in threads.all):
         return newest
     if resume is None:
         return f"{newest} To resume from this checkpoint, call restore(state) before the loop."

@@ -161,9 +161,8 @@ def check_all(given: Mapping[str, Any], more_groups: Mapping[str, Any] = _GROUPS
             at_least(1, option(f"checkpoint.{name}"), value)
         elif (group := groups.get(name)) and not isinstance(value, group):
             parts = "=..., ".join(field.name for field in fields(group))
-            raise ConfigError(
-                f"{option(f'checkpoint.{name}')} must be stagereg.{group.__name__}({parts}=...), not {value!r}."
-            )
+            text = f"{option(f'checkpoint.{name}')} must be stagereg.{group.__name__}({parts}=...), not {value!r}."
+            raise ConfigError(text)
 
 
 def at_directory(given: object) -> None:

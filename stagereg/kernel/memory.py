@@ -173,10 +173,8 @@ class Pool:
         except _NotNeeded:
             pass
         except Exception as error:
-            text = (
-                "stagereg: cannot allocate memory for another copy in the background (%s). The next save tries again."
-            )
-            log.warning(text, error)
+            msg = "stagereg: cannot allocate memory for another copy in the background (%s). The next save tries again."
+            log.warning(msg, error)
         if self._closed:
             self._free.clear()
 

@@ -133,10 +133,8 @@ class _Moment:
         now = {_identity(x): x for x in tensors}
         found = {key for key, version in self._versions.items() if key in now and now[key]._version != version}
         if now.keys() >= set(self._sampled):  # Without this check, some of the sampled memory may have been freed.
-            samples = _samples(self._sampled)
-            found |= {
-                key for key, *both in zip(self._sampled, self._samples, samples, strict=True) if both[0] != both[1]
-            }
+            pairs = zip(self._samples, _samples(self._sampled), strict=True)
+            found |= {key for key, (old, new) in zip(self._sampled, pairs, strict=True) if old != new}
         return [now[key] for key in found]
 
 

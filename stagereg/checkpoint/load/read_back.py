@@ -25,9 +25,7 @@ from stagereg.errors import CheckpointError, reason
 _UNREAD = 0xA5  # byte that fills memory before a read
 
 
-def read_back(
-    storage: Storage, path: str, index: bytes, sizes: Mapping[str, int], written: Mapping[Written, int]
-) -> None:
+def read_back(storage: Storage, path: str, index: bytes, sizes: Mapping[str, int], crcs: Mapping[Written, int]) -> None:
     """Raise ``CheckpointError`` if ``storage`` does not read back the values that it wrote.
 
     Args:
@@ -35,7 +33,7 @@ def read_back(
         path: the directory with the files of the uncommitted checkpoint.
         index: the content of the index file.
         sizes: file sizes in bytes, by name.
-        written: the CRC-32 of each value that a rank passed to the storage.
+        crcs: the CRC-32 of each value that a rank passed to the storage.
     """
     reads = getattr(storage, "wraps", None) or storage
     with _Files(path, Index.loads(index, sizes), reads) as files:
@@ -43,7 +41,7 @@ def read_back(
         leaves = [leaf for name in entries for leaf in marks(files.structure(name))]
         try:
             _expect_metadata([leaf for leaf in leaves if leaf.stored.chunks is None], reads, path)
-            _expect_content(files, leaves, written)
+            _expect_content(files, leaves, crcs)
         except _NotReadError as error:
             name = name_of(storage) if reads is storage else type(storage).__qualname__
             raise CheckpointError(

@@ -125,23 +125,21 @@ def merge(name: str, parts: Sequence[tuple[Encoded, Sequence[int]]]) -> Encoded:
     """
     if len(parts) == 1:
         return parts[0][0]
-    differing: _Differing = []
+    unequal: _Differing = []
     (first, ranks), *others = ((json.loads(encoded.text), list(ranks)) for encoded, ranks in parts)
     tree = first
     for other, of_other in others:
         if _is_optimizer(tree) and _is_optimizer(other):
             for section in ("param_groups", "optimizers"):
                 _join_parameters(_groups(tree, section), _groups(other, section))
-        tree = _merge(name, tree, ranks, other, of_other, differing)
+        tree = _merge(name, tree, ranks, other, of_other, unequal)
         ranks = ranks + of_other
     if _is_optimizer(tree):
-        _expect_one_optimizer(name, tree, differing)
+        _expect_one_optimizer(name, tree, unequal)
     return Encoded(json.dumps(tree), [*dict.fromkeys(of for encoded, _ in parts for of in encoded.objects)])
 
 
-def _merge(
-    path: str, one: Any, ranks: Sequence[int], other: Any, of_other: Sequence[int], differing: _Differing
-) -> Any:
+def _merge(path: str, one: Any, ranks: Sequence[int], other: Any, of_other: Sequence[int], unequal: _Differing) -> Any:
     if one == other:
         return one
     items, more = _items(one), _items(other)
@@ -149,13 +147,13 @@ def _merge(
         joined = dict(items)
         for key, (shown, item) in more.items():
             if key in items:
-                item = _merge(f"{path}.{shown}", items[key][1], ranks, item, of_other, differing)
+                item = _merge(f"{path}.{shown}", items[key][1], ranks, item, of_other, unequal)
             joined[key] = shown, item
         pairs = joined.values()
         texts = all(type(key) is str for key, _ in pairs)
         tree = {**one, "value": dict(pairs) if texts else [list(pair) for pair in pairs]}
         if "attributes" in one and "attributes" in other:
-            tree["attributes"] = _merge(path, one["attributes"], ranks, other["attributes"], [], differing)
+            tree["attributes"] = _merge(path, one["attributes"], ranks, other["attributes"], [], unequal)
         return tree
     if _has_leaf(one) or _has_leaf(other):
         raise RankMismatchError(
@@ -164,7 +162,7 @@ def _merge(
         )
     if not of_other:
         return one
-    differing.append((path, _is_real(one) and _is_real(other)))
+    unequal.append((path, _is_real(one) and _is_real(other)))
     values = one["value"] if type(one) is dict and one["type"] == PER_RANK else {str(rank): one for rank in ranks}
     return {"type": PER_RANK, "value": {**values, **{str(rank): other for rank in of_other}}}
 

@@ -84,9 +84,8 @@ def capture(
     entries[rng_name(rank)] = rng.capture(generators)
     for name, value in state.items():
         if not isinstance(name, str) or name.split(".")[0] == RESERVED:
-            raise CheckpointError(
-                f"The state has an entry named {name!r}. Use a string that does not begin with {RESERVED!r}."
-            )
+            text = f"The state has an entry named {name!r}. Use a string that does not begin with {RESERVED!r}."
+            raise CheckpointError(text)
         own = isinstance(value, PerRank) or is_position(value)
         try:
             entries[rank_name(name, rank) if own else name] = found = current_value(state, name, names)

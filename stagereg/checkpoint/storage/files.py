@@ -101,10 +101,8 @@ class FileStorage(Storage):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory. Raises: ``CheckpointError`` if the path is not set; ``OSError`` for other reasons."""
         if not self.path:
-            kind = type(self).__name__
-            raise CheckpointError(
-                f"{kind} has no directory. Construct it with path=..., or save with checkpoint_id=..."
-            )
+            cls = type(self).__name__
+            raise CheckpointError(f"{cls} has no directory. Construct it with path=..., or save with checkpoint_id=...")
         backend_of(self.path).make(self.path)
         failpoint("made")
         return plan

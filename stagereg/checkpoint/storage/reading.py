@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate
@@ -215,7 +216,7 @@ class File(Readable):
         memory[:] = data
 
 
-def _memory_for(leaf: Leaf) -> torch.Tensor:
+def _memory_for(leaf: Leaf) -> Tensor:
     if leaf.in_place and leaf.live is not None:
         if not isinstance(leaf.live, ShardedTensor):
             torch.autograd.graph.increment_version(leaf.live)
@@ -223,7 +224,7 @@ def _memory_for(leaf: Leaf) -> torch.Tensor:
     dtype = leaf.dtype or leaf.stored.dtype
     live = leaf.live
     if split_tensors.is_split(live) and leaf.stored.shape == split_tensors.shape_of(live):
-        split = cast("torch.Tensor", live)
+        split = cast("Tensor", live)
         return split_tensors.carry(split, split.detach().to(dtype, copy=True))  # the copy includes the padding
     sharded = live if isinstance(live, DTensor) and leaf.placed != PLAIN else None
     if sharded is not None and leaf.placed is None and sharded.shape == leaf.stored.shape:
@@ -245,7 +246,7 @@ def _strides_of(stored: Stored) -> tuple[int, ...] | None:
     return chunk.layout if chunk is not None and isinstance(chunk.layout, tuple) else None
 
 
-def _local_parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def _local_parts(x: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield the shards of a tensor in this process, each with its offsets in the whole tensor."""
     if isinstance(x, ShardedTensor):
         for shard in x.local_shards():
@@ -277,7 +278,7 @@ class Transfer:
         self.moves: dict[str, list[_Move]] = defaultdict(list)  # moves by file
         # Objects, and chunks that are converted, because their element order or dtype differs from the tensor.
         self.wholes: list[Whole] = []
-        self._kept: list[torch.Tensor] = []  # keeps the memory of all addresses alive
+        self._kept: list[Tensor] = []  # keeps the memory of all addresses alive
 
     def ranges(self) -> dict[str, list[range]]:
         """Return the ranges to read, by file."""
@@ -288,7 +289,7 @@ class Transfer:
             found[whole.file].append(range(whole.offset, whole.offset + whole.length))
         return found
 
-    def add_tensor(self, part: torch.Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
+    def add_tensor(self, part: Tensor, start: tuple[int, ...], stored: Stored, name: str) -> None:
         """Add the shard ``part``, whose offsets in the whole tensor are ``start``, to be filled from stored chunks."""
         plain = is_plain_memory(part) and part.dtype == stored.dtype
         for chunk in stored.chunks or ():
@@ -307,7 +308,7 @@ class Transfer:
                 take = partial(_copy, chunk, cast("torch.dtype", stored.dtype), box, to, name)
                 self.wholes.append(Whole(chunk.file, chunk.offset, chunk.length, take))
 
-    def _move(self, file: str, offset: int, to: torch.Tensor) -> None:
+    def _move(self, file: str, offset: int, to: Tensor) -> None:
         self._kept.append(to)
         for at in range(0, to.nbytes, _PIECE_BYTES):
             self.moves[file].append(_Move(offset + at, min(_PIECE_BYTES, to.nbytes - at), to.data_ptr() + at))
@@ -330,9 +331,7 @@ class Transfer:
             take(self._file(name).read(offset, length))
 
 
-def _copy(
-    chunk: Chunk, dtype: torch.dtype, box: tuple[slice, ...], to: torch.Tensor, name: str, data: bytearray
-) -> None:
+def _copy(chunk: Chunk, dtype: torch.dtype, box: tuple[slice, ...], to: Tensor, name: str, data: bytearray) -> None:
     if chunk.layout == ARCHIVE:
         stored = subclasses.load_part(name, chunk, dtype, data)
         if wraps(stored):
@@ -343,7 +342,7 @@ def _copy(
         to.copy_(stored[box])
 
 
-def elements_of(data: torch.Tensor, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+def elements_of(data: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """Return the bytes of a chunk as a tensor with the chunk's shape. The tensor is a view."""
     flat = data.view(dtype)
     return flat.as_strided(chunk.shape, chunk.layout) if isinstance(chunk.layout, tuple) else flat.view(chunk.shape)
