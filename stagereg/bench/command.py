@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from stagereg.bench.report import Group
     from stagereg.bench.states import State
 
-_Measure = Callable[[argparse.Namespace, Sequence[str]], "list[Group]"]
+_Measure = Callable[[Namespace, Sequence[str]], "list[Group]"]
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +47,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def add_options(
     parser: argparse.ArgumentParser,
     rounds: int,
-    there: Callable[[argparse.Namespace], list[str]],
+    there: Callable[[Namespace], list[str]],
     measure: _Measure,
     disk: bool = True,
     scale: float | None = 1.0,
@@ -66,7 +67,7 @@ def add_options(
         add("--scale", type=float, default=scale, help="fraction of the state's bytes to use; default: %(default).3g")
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(asked: Namespace) -> int:
     """Measure, print the tables and write the JSON file. Return 1 if a row failed, otherwise 0.
 
     Raises:
@@ -98,7 +99,7 @@ def folder_below(root: str) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="stagereg-bench-", dir=os.path.abspath(root), ignore_cleanup_errors=True)
 
 
-def _check(asked: argparse.Namespace) -> list[str]:
+def _check(asked: Namespace) -> list[str]:
     import torch
 
     from stagereg.bench.states import STATES
@@ -155,22 +156,20 @@ def known(what: str, text: str, there: Sequence[str]) -> list[str]:
     return names
 
 
-def _staging_rows(asked: argparse.Namespace) -> list[str]:
+def _staging_rows(asked: Namespace) -> list[str]:
     import stagereg.bench.staging as staging
     from stagereg.bench.states import State
 
     return [row for case in staging.cases(State({}), asked.device) for row in case.rows]
 
 
-def _staging(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
+def _staging(asked: Namespace, rows: Sequence[str]) -> list[Group]:
     import stagereg.bench.staging as staging
 
     return by_states("staging", lambda state: staging.cases(state, asked.device), asked, rows)
 
 
-def by_states(
-    kind: str, cases: Callable[[State], list[Case]], asked: argparse.Namespace, rows: Sequence[str]
-) -> list[Group]:
+def by_states(kind: str, cases: Callable[[State], list[Case]], asked: Namespace, rows: Sequence[str]) -> list[Group]:
     """For each state dict, measure the selected ``rows`` and the ceiling by which their times are divided."""
     import torch
 
@@ -192,13 +191,13 @@ def by_states(
     return groups
 
 
-def _stall_rows(asked: argparse.Namespace) -> list[str]:
+def _stall_rows(asked: Namespace) -> list[str]:
     import stagereg.bench.stall as stall
 
     return stall.row_names()
 
 
-def _stall(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
+def _stall(asked: Namespace, rows: Sequence[str]) -> list[Group]:
     import stagereg.bench.stall as stall
 
     groups = []
@@ -210,7 +209,7 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str]) -> list[Group]:
     return groups
 
 
-_KINDS: dict[str, tuple[str, int, Callable[[argparse.Namespace], list[str]], _Measure]] = {
+_KINDS: dict[str, tuple[str, int, Callable[[Namespace], list[str]], _Measure]] = {
     "staging": ("measure the wait for a staged copy, relative to memory speed", 11, _staging_rows, _staging),
     "stall": ("measure how much training time a checkpoint costs", 20, _stall_rows, _stall),
 }

@@ -100,9 +100,7 @@ class SaveTarget(ABC):
         """Return the digests of the files that this rank wrote. Called on each rank; on rank 0 during the commit."""
 
     @abstractmethod
-    def finish(
-        self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
-    ) -> Mapping[str, FileDigest]:
+    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> dict[str, FileDigest]:
         """Write the metadata files with the storage. Return the digests of all other new files. On rank 0.
 
         ``metadata`` is ``None`` if it has not changed since the previous save.

@@ -98,12 +98,9 @@ def changes(
 
 def _change(label: str, then: Document | None, current: Document | None, now: Document, least: float) -> Change:
     name, sign = now["metric"], -1 if now["better"] == "higher" else 1
-    old, new = (
-        [float(each) for each in row["cells"].get(name, {}).get("values", ())] if row else [] for row in (then, current)
-    )
-    before, after = (
-        statistics.median(values) if values and all(map(math.isfinite, values)) else None for values in (old, new)
-    )
+    cells = [row["cells"].get(name, {}) if row else {} for row in (then, current)]
+    old, new = ([float(each) for each in cell.get("values", ())] for cell in cells)
+    before, after = (statistics.median(each) if each and all(map(math.isfinite, each)) else None for each in (old, new))
 
     def untested(why: str, compared: bool = False) -> Change:
         return Change(label, before, after, None, None, why, compared)

@@ -129,9 +129,8 @@ def resolve(target: str) -> tuple[list[str], list[Case]]:
     if folder.is_dir():
         return _project(folder)
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
-    raise ConfigError(
-        f"{target!r} is not an installed package, module or component.{nearest(target, known)}\nName {_TARGET}."
-    )
+    text = f"{target!r} is not an installed package, module or component.{nearest(target, known)}\nName {_TARGET}."
+    raise ConfigError(text)
 
 
 def _package(name: str) -> tuple[list[str], list[Case]] | None:

@@ -95,9 +95,8 @@ def _limits() -> Iterator[Finding]:
     # -1: unlimited
     locked, files = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     yield Finding("page-locked memory", "ok", "no limit" if locked < 0 else f"at most {size_text(locked)}")
-    yield Finding(
-        "open files", "warn" if 0 <= files < 1024 else "ok", f"at most {files}", "Run `ulimit -n 65536` first."
-    )
+    state = "warn" if 0 <= files < 1024 else "ok"
+    yield Finding("open files", state, f"at most {files}", "Run `ulimit -n 65536` first.")
 
 
 def _directory(where: Path) -> Finding:

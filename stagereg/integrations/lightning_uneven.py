@@ -105,9 +105,8 @@ class UnevenInputs(pl.Callback):
         for module in sharded:
             module.reshard()  # FSDP leaves the outermost module unsharded after validation.
         if not sharded and not isinstance(strategy, DDPStrategy):
-            raise JoinError(
-                "UnevenInputs cannot detect steps: no module is sharded. Call fully_shard in configure_model."
-            )
+            text = "UnevenInputs cannot detect steps: no module is sharded. Call fully_shard in configure_model."
+            raise JoinError(text)
         self._join = Join([sharded[0] if sharded else strategy.model], mode="auto", timeout=self._timeout)
         self._join.__enter__()
         self._batches = self._join.iterate(loader, example)

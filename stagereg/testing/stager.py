@@ -57,10 +57,8 @@ class StagerContract(StagerFidelity):
             check("stager", type(stager).__name__, stager)
         except RegistryError as error:
             self.broken(str(error))
-        if not isinstance(stager.should_synchronize_after_execute, bool):
-            self.broken(
-                f"should_synchronize_after_execute must be a bool, got {stager.should_synchronize_after_execute!r}"
-            )
+        if not isinstance(found := stager.should_synchronize_after_execute, bool):
+            self.broken(f"should_synchronize_after_execute must be a bool, got {found!r}")
 
     def test_later_writes_do_not_show(self) -> None:
         """Writes to source tensors after staging do not change the copy, regardless of tensor size."""

@@ -235,18 +235,15 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
         if len(found) != len(expected) or (isinstance(expected, dict) and [*found] != [*expected]):
             return f"{path} has {[*found]!r:.200}, not {[*expected]!r:.200}"
         keys = expected if isinstance(expected, dict) else range(len(expected))
-        return next(
-            filter(None, (difference(found[key], expected[key], f"{path}.{key}".lstrip(".")) for key in keys)), ""
-        )
+        inside = (difference(found[key], expected[key], f"{path}.{key}".lstrip(".")) for key in keys)
+        return next(filter(None, inside), "")
     return "" if found == expected else f"{path} is {found!r:.60}, not {expected!r:.60}"
 
 
 def _random(dtype: torch.dtype, count: int) -> torch.Tensor:
     """Return a tensor of random bits, so that a conversion to another dtype changes at least one element."""
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, device="cpu", generator=generator).view(
-        dtype
-    )
+    seed, shape = torch.Generator().manual_seed(count), (count * dtype.itemsize,)
+    return torch.randint(256, shape, dtype=torch.uint8, device="cpu", generator=seed).view(dtype)
 
 
 def _ones(*shape: int) -> torch.Tensor:

@@ -69,9 +69,7 @@ class StoreTarget(SaveTarget):
                 raise CheckpointError(f"{path} already exists, and was not changed. Save again, under a new name.")
         self._is_new = True
 
-    def finish(
-        self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
-    ) -> Mapping[str, FileDigest]:
+    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> dict[str, FileDigest]:
         if metadata is None:
             return {METADATA: self.store.put(path, METADATA, self._finished)}
         self.storage.finish(metadata, results)

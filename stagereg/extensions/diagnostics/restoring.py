@@ -99,10 +99,8 @@ def _lines(owner: str, name: str, old: list[Any], new: list[Any]) -> list[str]:
 def _of_optimizer(code: str, optimizer: Optimizer, is_scheduled: bool) -> Iterator[tuple[tuple[str, str], list[Any]]]:
     groups = optimizer.param_groups
     keys = {key for group in groups for key in group}
-    moving = (
-        _RATES if is_scheduled or "initial_lr" in keys or hasattr(optimizer.step, "_wrapped_by_lr_sched") else set()
-    )
-    moving |= _MOMENTA if keys & _CYCLES else set()
+    is_scheduled = is_scheduled or "initial_lr" in keys or hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    moving = (_RATES if is_scheduled else set()) | (_MOMENTA if keys & _CYCLES else set())
     for key in sorted(keys - moving - {"params"}):
         values = [list(_plain(group.get(key))) for group in groups]
         if all(values):

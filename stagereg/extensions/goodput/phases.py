@@ -77,11 +77,9 @@ class _Start:
         record.emit("restart", step=step, number=number, why=why, **facts)
         notes = {"restored": source and f"from {source}", "first step": f"step {step}"}
         notes["first step"] += f"; {again} repeated" if again else ""
-        rows = [f"  {name:<10} {seconds:8.2f} s  {notes.get(name, '')}" for name, seconds in phases.items()]
+        rows = [f"  {name:<10} {seconds:8.2f} s  {notes.get(name, '')}".rstrip() for name, seconds in phases.items()]
         text = "stagereg: Restart %d took %.2f s from the last step before it to the first step after it. %s\n%s"
-        _log.info(
-            text, number, sum(phases.values()), textwrap.shorten(why, _SHOWN), "\n".join(line.rstrip() for line in rows)
-        )
+        _log.info(text, number, sum(phases.values()), textwrap.shorten(why, _SHOWN), "\n".join(rows))
 
 
 # Global because a process starts once, before other objects exist.

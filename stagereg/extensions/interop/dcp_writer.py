@@ -192,9 +192,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         assert self._save.path is not None
         beside, path = Path(self._save.storage.path), self._save.path
         marks = [each for part in results for each in part if isinstance(each, _FileResult)]
-        self._save.storage.finish(
-            metadata, [[each for each in part if not isinstance(each, _FileResult)] for part in results]
-        )
+        own = [[each for each in part if not isinstance(each, _FileResult)] for part in results]
+        self._save.storage.finish(metadata, own)
         files = {**{each.index.fqn: each.storage_data for each in marks}, **self._save.storage.marks}
         manifest = Manifest(step_within(path.name) or 0, len(results), 0, files, time=now())
         manifest.expect_readable(os.fspath(path))
@@ -278,9 +277,8 @@ class DcpReader(FileSystemReader):
         """Read this rank's portion of the files, and return the plan with the checksums of the bytes read."""
         if self._manifest is None:
             return plan
-        return replace(
-            plan, storage_data=self._contents(share_of_rank(self._manifest.files, self.rank or 0, _world_size()))
-        )
+        share = share_of_rank(self._manifest.files, self.rank or 0, _world_size())
+        return replace(plan, storage_data=self._contents(share))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise ``CheckpointError`` if a checksum that a rank computed is wrong. Called on the coordinator."""

@@ -116,23 +116,20 @@ def _expect_free(paths: Iterable[Path], replace: bool) -> None:
             raise CheckpointError(f"{there} already exists. Pass --force to replace it.")
 
 
-def _tensor_files(
-    checkpoint: OpenCheckpoint, leaves: Mapping[str, Leaf], out: Path, options: TensorOptions
-) -> _Contents:
+def _tensor_files(saved: OpenCheckpoint, leaves: Mapping[str, Leaf], out: Path, options: TensorOptions) -> _Contents:
     kinds = {name: (_dtype(leaf, options.dtype), leaf.stored.shape) for name, leaf in leaves.items()}
     for name, (dtype, _) in kinds.items():
         if dtype not in DTYPES or name == METADATA:
             raise CheckpointError(f"safetensors does not support {name!r} of dtype {dtype}. Write a .pt instead.")
         if leaves[name].stored.is_subclass:
             raise CheckpointError(f"safetensors cannot store {name!r}, which wraps other tensors. Write a .pt instead.")
-    about = {"format": "pt"} if checkpoint.step is None else {"format": "pt", "step": str(checkpoint.step)}
+    about = {"format": "pt"} if saved.step is None else {"format": "pt", "step": str(saved.step)}
     divided = _divided(kinds, options.file_bytes)
     stems = [f"{out.stem}-{i:05}-of-{len(divided):05}" for i in range(1, len(divided) + 1)]  # as in transformers
     paths = [out] if len(divided) == 1 else [out.with_name(f"{stem}{SAFETENSORS}") for stem in stems]
     by_path = dict(zip(paths, divided, strict=True))
-    contents: _Contents = {
-        path: partial(_write_tensors, checkpoint.files, leaves, each, about) for path, each in by_path.items()
-    }
+    write = partial(_write_tensors, saved.files, leaves)
+    contents: _Contents = {path: partial(write, each, about) for path, each in by_path.items()}
     if len(divided) > 1:
         contents[out.with_name(out.name + _INDEX)] = partial(_write_index, by_path)
     return contents

@@ -49,9 +49,8 @@ def expect_none(path: str) -> None:
     if found is not None:
         what, lines = found
         more = f" Load it without stagereg:\n{lines.format(path=str(local))}" if lines else ""
-        raise CheckpointError(
-            f"{path} is {what}, not a checkpoint of stagereg or of torch.distributed.checkpoint.{more}"
-        )
+        text = f"{path} is {what}, not a checkpoint of stagereg or of torch.distributed.checkpoint.{more}"
+        raise CheckpointError(text)
 
 
 def warn(root: str) -> None:

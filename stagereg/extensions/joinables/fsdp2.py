@@ -230,9 +230,8 @@ class Fsdp2Joinable(ReducingJoinable):
             try:
                 policy.inputs = [fetch(policy.store, "inputs", self.join_device)]
             except JoinError as error:
-                raise JoinError(
-                    f"This rank never had a batch, and it cannot use the batch of another rank: {error}"
-                ) from error
+                text = f"This rank never had a batch, and it cannot use the batch of another rank: {error}"
+                raise JoinError(text) from error
         for empty in policy.inputs:
             if isinstance(empty, JoinError):
                 raise JoinError(f"The inputs of {type(self.module).__name__} are unsupported: {empty}") from empty

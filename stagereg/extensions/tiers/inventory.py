@@ -108,9 +108,8 @@ class TierStep(NamedTuple):
         If all copies of a part are corrupt, all are retained, because each may have valid blocks that others lack.
         """
         parts = enumerate(self.parts)
-        return TierStep(
-            self.save, tuple((p, tuple(m for m in on if (m, rank) not in bad) or on) for rank, (p, on) in parts)
-        )
+        kept = tuple((p, tuple(m for m in on if (m, rank) not in bad) or on) for rank, (p, on) in parts)
+        return TierStep(self.save, kept)
 
 
 def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tuple[list[TierStep], list[str]]:

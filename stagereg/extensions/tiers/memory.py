@@ -49,9 +49,8 @@ class MemoryTier(Tier):
         folder = made(self.dir)
         if (kind := file_system(Path(folder))) not in ("tmpfs", "ramfs", ""):
             disk = choice("tier", "disk", dir=folder)
-            raise ConfigError(
-                f"{option('tier.dir', folder)} is on {kind}, not in memory. Use {disk}, or a folder on a tmpfs."
-            )
+            text = f"{option('tier.dir', folder)} is on {kind}, not in memory. Use {disk}, or a folder on a tmpfs."
+            raise ConfigError(text)
         return folder
 
     def lacking(self, nbytes: int) -> str:

@@ -54,9 +54,8 @@ class TierSource(CheckpointSource):
     def restored(self, candidate: Candidate, files: CheckpointFiles) -> None:
         assert isinstance(files, TierFiles)
         failing = f"Cannot restore {candidate.path}"
-        self._tier.restored(
-            self._steps[candidate.path], self._request.ranks.run_on_all(failing, lambda: files.reader.found)
-        )
+        found = self._request.ranks.run_on_all(failing, lambda: files.reader.found)
+        self._tier.restored(self._steps[candidate.path], found)
 
 
 def with_steps_of_tier(

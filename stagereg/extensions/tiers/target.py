@@ -7,7 +7,7 @@ ranks are complete. A save does not wait for its peer copies; the next save chec
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -57,9 +57,7 @@ class TierTarget(SaveTarget):
         if why := self.near.lacking(nbytes * self.near.ranks_here):
             raise OSError(errno.ENOSPC, why)
 
-    def finish(
-        self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]
-    ) -> Mapping[str, FileDigest]:
+    def finish(self, path: str, metadata: Metadata | None, results: list[list[WriteResult]]) -> dict[str, FileDigest]:
         """Do not write torch's metadata file, because only stagereg reads a tier."""
         return {}
 

@@ -284,9 +284,7 @@ def _column(comparison: Comparison, head: str | Metric, values: Sequence[Value])
     """Format a column for the terminal: the head, then the cells. Numbers are right-aligned, and texts wrapped."""
     if isinstance(head, str):
         return [_folded(text) for text in (head, *values)]
-    cells = [
-        (each.text, each.verdict, each.range) if isinstance(each, Shown) else (_folded(each), "", "") for each in values
-    ]
+    cells = [(x.text, x.verdict, x.range) if isinstance(x, Shown) else (_folded(x), "", "") for x in values]
     wide, marks = max(len(text) for text, *_ in cells), any(mark in MARKS for _, mark, _ in cells)
     lines = [f"{text:>{wide}}{MARKS.get(mark, ' ') if marks else ''}" for text, mark, _ in cells]
     if head.name == comparison.ranking.name:
