@@ -393,9 +393,8 @@ def _qualified(entry: Entry) -> str:
 
 def _require_kind(kind: str) -> None:
     if not isinstance(kind, str) or kind not in REQUIRED:
-        raise UnknownNameError(
-            f"Unknown kind of component: {kind!r}.{nearest(str(kind), REQUIRED)}\nAvailable: {', '.join(kinds())}"
-        )
+        text = f"Unknown kind of component: {kind!r}.{nearest(str(kind), REQUIRED)}\nAvailable: {', '.join(kinds())}"
+        raise UnknownNameError(text)
 
 
 def _taken(one: Entry, other: Entry) -> RegistryError:

@@ -113,7 +113,6 @@ FREES = _MethodHooks(
 )
 """Before a storage, such as a tensor's, is freed, resized or moved to shared memory in place."""
 
-ABORTS = _MethodHooks(
-    *((kind, "abort") for name in ("ProcessGroup", "ProcessGroupNCCL") if (kind := getattr(dist, name, None)))
-)
+_GROUPS = [getattr(dist, name, None) for name in ("ProcessGroup", "ProcessGroupNCCL")]
+ABORTS = _MethodHooks(*((kind, "abort") for kind in _GROUPS if kind))
 """Before the program aborts the collectives of a process group. torch's own threads abort without a callback."""

@@ -50,13 +50,10 @@ class StallTraining:
         self.settle = torch.cuda.synchronize if device != "cpu" else lambda: None
         torch.manual_seed(0)
         width = self._HEADS * max(1, round(self._WIDTH * math.sqrt(scale) / self._HEADS))
-        layers = [
-            torch.nn.TransformerEncoderLayer(width, self._HEADS, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(self._LAYERS)
-        ]
-        self.model = torch.nn.Sequential(
-            torch.nn.Embedding(self._WORDS, width), *layers, torch.nn.Linear(width, self._WORDS)
-        ).to(device)
+        sizes = width, self._HEADS, 4 * width
+        layers = [torch.nn.TransformerEncoderLayer(*sizes, dropout=0.0, batch_first=True) for _ in range(self._LAYERS)]
+        ends = torch.nn.Embedding(self._WORDS, width), torch.nn.Linear(width, self._WORDS)
+        self.model = torch.nn.Sequential(ends[0], *layers, ends[1]).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(self._WORDS, (self._BATCH, self._LENGTH + 1), device=device)
 

@@ -64,10 +64,8 @@ def _gpt(scale: float, fill: _Fill) -> State:
     shapes = {f"h.{i}.{n}": shape for i in range(12) for n, shape in enumerate([*matrices, *biases])}
     shapes |= {"wte": (vocabulary, width), "wpe": (context, width), "ln_f.weight": (width,), "ln_f.bias": (width,)}
     model = {name: fill(*shape) for name, shape in shapes.items()}
-    state = {
-        i: {"step": torch.tensor(1.0), "exp_avg": fill(*x.shape), "exp_avg_sq": fill(*x.shape)}
-        for i, x in enumerate(model.values())
-    }
+    sizes = [x.shape for x in model.values()]
+    state = {i: {"step": torch.tensor(1.0), "exp_avg": fill(*s), "exp_avg_sq": fill(*s)} for i, s in enumerate(sizes)}
     return State({"model": model, "optimizer": {"state": state}})
 
 

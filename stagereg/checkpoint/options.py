@@ -74,10 +74,8 @@ class Restore:
         expect_flag("restore.cast", self.cast)
         expect_flag("restore.exact", self.exact)
         if isinstance(self.allow_missing, str) or not all(isinstance(each, str) for each in self.allow_missing):
-            raise ConfigError(
-                f"{option('checkpoint.restore.allow_missing')} must be a list of names of the state, not "
-                f"{self.allow_missing!r}."
-            )
+            name = option("checkpoint.restore.allow_missing")
+            raise ConfigError(f"{name} must be a list of names of the state, not {self.allow_missing!r}.")
         object.__setattr__(self, "allow_missing", tuple(self.allow_missing))
         renames = dict(_renames(self.rename))
         for new, other in ((new, other) for old, new in renames.items() for other in renames if other != old):

@@ -73,9 +73,8 @@ def run(asked: argparse.Namespace) -> int:
     if len(directories) > 1 or kind_of(directories[0]) == "sweep":
         return _report_sweep(asked, directories)
     if asked.metric or asked.direction or asked.output or asked.baseline:
-        raise ConfigError(
-            f"--metric, --direction, --output and --baseline require a sweep, but {directories[0]} is a single run."
-        )
+        text = f"--metric, --direction, --output and --baseline require a sweep, but {directories[0]} is a single run."
+        raise ConfigError(text)
     report = RunReport(directories[0])
     if asked.json:
         output.as_json(report.plain())

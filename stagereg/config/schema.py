@@ -68,9 +68,8 @@ def options(component: Callable[..., Any]) -> dict[str, Option]:
         except (OmegaConfBaseException, TypeError, ValueError) as error:  # OmegaConf rejects the default
             if isinstance(default, (str, int, float)) and value_type(hint) is not None:
                 who = getattr(component, "__qualname__", component)
-                raise ConfigError(
-                    f"{who}: the default of {name}, {default!r}, does not have the annotated type {hint.__name__}."
-                ) from error
+                text = f"{who}: the default of {name}, {default!r}, does not have the annotated type {hint.__name__}."
+                raise ConfigError(text) from error
     return found
 
 

@@ -125,9 +125,8 @@ class _Attached:
         if self._has_tier:  # A tier must record the run from the start, so do not wait for the first save.
             self._checkpointer = Checkpointer(self._where(None), **self._options)
         self._goes_on = False  # whether this run has saved or loaded a checkpoint before
-        self._requests = OperationLog(
-            dist.group.WORLD if dist.is_available() and dist.is_initialized() else None, f"accelerate/{next(_NUMBERS)}"
-        )
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self._requests = OperationLog(group, f"accelerate/{next(_NUMBERS)}")
         self._open.add(self)
         followers.add(self)
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state

@@ -99,9 +99,8 @@ class StageregCheckpointIO(CheckpointIO):
         saving = next(KINDS[base] for base in KINDS if isinstance(strategy, base))
         shards = isinstance(strategy, tuple(SHARDED))
         if not shards and kind.save_checkpoint not in usual:
-            raise ConfigError(
-                f"{kind.__name__} writes its own checkpoints. Use ddp, or ModelParallelStrategy for sharded models."
-            )
+            text = f"{kind.__name__} writes its own checkpoints. Use ddp, or ModelParallelStrategy for sharded models."
+            raise ConfigError(text)
         if shards and not strategy._save_distributed_checkpoint:
             raise ConfigError(
                 "StageregCheckpointIO saves only sharded checkpoints. Remove the argument save_distributed_checkpoint="

@@ -261,9 +261,8 @@ def _take_signals() -> None:
 
 def _expect_hydra(what: str) -> None:
     if not HydraConfig.initialized():
-        raise ConfigError(
-            f"{what} uses the config and directory of Hydra's job. Call it in a function decorated with hydra.main."
-        )
+        text = f"{what} uses the config and directory of Hydra's job. Call it in a function decorated with hydra.main."
+        raise ConfigError(text)
 
 
 def _forget_deleted(directory: Path) -> None:

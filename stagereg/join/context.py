@@ -121,9 +121,8 @@ class Join:
             if name == "throw" or get_close_matches(name, options, cutoff=0.8):
                 raise JoinError(f"Join takes no {name!r}.{nearest(name, options)}")
         adapted = adapt(named)
-        self.joinables: Mapping[str, Any] = {
-            name: each.joinable if isinstance(each, ForeignJoinable) else each for name, each in adapted.items()
-        }
+        foreign = {name: each.joinable for name, each in adapted.items() if isinstance(each, ForeignJoinable)}
+        self.joinables: Mapping[str, Any] = {**adapted, **foreign}
         self._joinables = list(adapted.values())
         self._throw = throw_on_early_termination
         self._mode = mode if mode is None else one_of(option("join.mode"), mode, get_args(Mode))

@@ -91,10 +91,8 @@ class ModelOrder:
 
     def refusal(self, then: str) -> JoinError:
         """Return the ``JoinError`` for this step. ``then`` describes the last call of this rank."""
-        used = "".join(
-            f"ran a backward of {self._name(model)}{'' if reduces else ' under no_sync'}, then "
-            for model, reduces in self._used
-        )
+        pairs = ((self._name(model), "" if reduces else " under no_sync") for model, reduces in self._used)
+        used = "".join(f"ran a backward of {name}{how}, then " for name, how in pairs)
         return JoinError(
             f"in step {self._step()} this rank {used}{then}. A rank without data cannot match this order: in a plain "
             "loop it runs one backward of each model in each step, in the order of the list: "

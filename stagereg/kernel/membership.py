@@ -224,10 +224,8 @@ class StoreMembership(Membership):
         self.shortest, self._longest = min(lengths), max(lengths)
         if throw and self.shortest < self._longest:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in zip(channel.ranks, lengths, strict=True))
-            raise UnevenInputsError(
-                f"The inputs are uneven, so no step was taken: {each} batches.",
-                channel.ranks[lengths.index(self.shortest)],
-            )
+            text = f"The inputs are uneven, so no step was taken: {each} batches."
+            raise UnevenInputsError(text, channel.ranks[lengths.index(self.shortest)])
 
     def some_never_had_data(self) -> bool:
         """Return whether the loader of some rank has length 0. Does not wait."""

@@ -150,9 +150,8 @@ class Pool:
         if not self._prepares or self._closed or self._spare is not None or self._fitting(self._expected):
             return
         if 0 < len(self._in_use) < self.max_in_flight:
-            make = threading.Thread(
-                target=self._make_spare, args=(self._expected, torch.cuda.current_device()), name="stagereg-memory"
-            )
+            args = self._expected, torch.cuda.current_device()
+            make = threading.Thread(target=self._make_spare, args=args, name="stagereg-memory")
             with contextlib.suppress(RuntimeError):  # Python 3.12 starts no threads at interpreter exit
                 make.start()
                 self._spare = make

@@ -97,9 +97,8 @@ class Rank:
             with contextlib.ExitStack() as around:
                 for each in rank_extensions():
                     around.enter_context(each.around(self, cfg))
-                around.enter_context(
-                    process_group(self.store.group, self.rank, self.world_size, self.local_rank, self.local_world_size)
-                )
+                place = self.rank, self.world_size, self.local_rank, self.local_world_size
+                around.enter_context(process_group(self.store.group, *place))
                 self.store.set(f"in job/{self.rank}", True)
                 try:
                     self._agree_on_values(cfg, values)

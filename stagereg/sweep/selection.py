@@ -74,13 +74,10 @@ def read_sources(directories: Sequence[Path], metric: str = "", direction: str |
     ranking = metric or found[0].metric
     own = [source.plan.direction or "" for source in found if source.metric == ranking]
     if direction is None and len({DIRECTIONS.get(each, metric_of(ranking).better) for each in own} - {""}) > 1:
-        raise ConfigError(
-            f"The sweeps rank {ranking} in different directions. Pass --direction minimize or --direction maximize."
-        )
-    return [
-        replace(source, jobs=tuple(_named(job, name) for job in source.jobs))
-        for source, name in zip(found, names, strict=True)
-    ]
+        text = f"The sweeps rank {ranking} in different directions. Pass --direction minimize or --direction maximize."
+        raise ConfigError(text)
+    pairs = zip(found, names, strict=True)
+    return [replace(source, jobs=tuple(_named(job, name) for job in source.jobs)) for source, name in pairs]
 
 
 def _short_names(directories: Sequence[Path]) -> list[str]:

@@ -316,11 +316,8 @@ def _restore(rank: int, world_size: int, kind: type[StorageContract], folder: st
 
 
 def _save_shards(rank: int, world_size: int, kind: type[StorageContract], folder: str, restores: bool = True) -> str:
-    state = {
-        "sharded": _sharded(),
-        "same": _ones(4),
-        f"of.rank{rank}": torch.full((3,), float(rank), dtype=torch.float32, device="cpu"),
-    }
+    own = torch.full((3,), float(rank), dtype=torch.float32, device="cpu")
+    state = {"sharded": _sharded(), "same": _ones(4), f"of.rank{rank}": own}
     _save(kind().make(), folder, state)
     dist.barrier()
     return difference(_restored(kind().make(), folder, _blank(state), 1), state) if restores else ""

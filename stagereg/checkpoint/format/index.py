@@ -203,10 +203,9 @@ def tables(metadata: Metadata, results: Iterable[Iterable[WriteResult]], objects
         box, result = [[*part.offsets], [*part.sizes]], written(name, part.offsets)
         if not isinstance(result, TensorResult):
             if (found := archive(result)) is None and name in objects:
-                raise CheckpointError(
-                    f"{name!r} wraps other tensors, and this storage cannot save it in that form. Use "
-                    f"{choice('storage', 'dcp')}."
-                )
+                use = choice("storage", "dcp")
+                text = f"{name!r} wraps other tensors, and this storage cannot save it in that form. Use {use}."
+                raise CheckpointError(text)
             return None if found is None else [*found, *box, SUBCLASS if name in objects else ARCHIVE]
         found = place(result, result.content, part.sizes.numel() * entry.properties.dtype.itemsize)
         if result.stride is not None:

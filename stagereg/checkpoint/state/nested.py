@@ -120,9 +120,8 @@ class Spreader:
             if isinstance(value, _SPREAD) and self._is_spread(value, known):
                 self._collect(value, (*way, key), f"{name}.", ways, known)
             elif name in ways:
-                raise CheckpointError(
-                    f"The state has two entries {name!r}, one of them in a container; give one of them another name."
-                )
+                text = f"The state has two entries {name!r}, one of them in a container; give one of them another name."
+                raise CheckpointError(text)
             else:
                 ways[name] = *way, key
 

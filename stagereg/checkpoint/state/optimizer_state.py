@@ -179,9 +179,8 @@ def _state_dict(optimizer: Optimizer) -> Any:
     params = parameters_of(optimizer)
     keys: Iterable[Any] = optimizer.state
     if taken := [key for key in keys if not isinstance(key, torch.Tensor) and key in range(len(params))]:
-        raise CheckpointError(
-            f"it has state under the key {taken[0]!r}, which torch takes for a parameter's number; make it a string"
-        )
+        text = f"it has state under the key {taken[0]!r}, which torch takes for a parameter's number; make it a string"
+        raise CheckpointError(text)
     try:
         return optimizer.state_dict()
     except KeyError as error:
@@ -208,9 +207,8 @@ def _inner(optimizer: Optimizer) -> Optimizer:
         return optimizer
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
-        raise CheckpointError(
-            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; remove that option"
-        )
+        text = "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; remove that option"
+        raise CheckpointError(text)
     if own := _beside(optimizer):
         raise CheckpointError(
             f"a ZeroRedundancyOptimizer has {listed(own)}, but only the state of its inner optimizer is saved; move "

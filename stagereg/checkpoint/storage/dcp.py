@@ -68,9 +68,7 @@ class TorchDcpStorage(FileSystemWriter, Storage):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write with torch's writer, and report each result as a ``torch.save`` archive."""
         written = super().write_data(plan, planner)
-        return written.then(
-            lambda done: [ArchiveResult(each.index, each.size_in_bytes, each.storage_data) for each in done.wait()]
-        )
+        return written.then(lambda done: [ArchiveResult(x.index, x.size_in_bytes, x.storage_data) for x in done.wait()])
 
     def reader(self, path: StrPath) -> StorageReader:
         return FileSystemReader(path)

@@ -110,9 +110,8 @@ def _wholes_of_parts(leaf: Leaf, start: Sequence[int], parts: Sequence[Chunk]) -
                 target.copy_(source)
                 copied.append((chunk, source))
                 # Slices may be copies, and shards may share an inner tensor, such as one scale for all shards.
-                same = len(copied) < len(parts) or all(
-                    same_bits(_common(copy, start, each.start, each.shape), own) for each, own in copied
-                )
+                pairs = ((_common(copy, start, each.start, each.shape), own) for each, own in copied)
+                same = len(copied) < len(parts) or all(same_bits(*pair) for pair in pairs)
         except Exception as error:
             raise CheckpointError(f"{refusal}: its shards cannot be copied ({reason(error)}).") from error
         if not same:

@@ -100,9 +100,8 @@ class StoreLock(contextlib.AbstractContextManager["StoreLock"]):
         if _held.setdefault(self._key, mine) is not mine:
             gc.collect()  # an unreachable Checkpointer releases its lock
         if _held.setdefault(self._key, mine) is not mine:
-            raise CheckpointError(
-                f"{self.root} is in use by another Checkpointer of this process. Close it first.{self._to_read}"
-            )
+            text = f"{self.root} is in use by another Checkpointer of this process. Close it first.{self._to_read}"
+            raise CheckpointError(text)
         began = time.monotonic()
         try:
             while not self._take(waited := time.monotonic() - began):

@@ -80,9 +80,8 @@ class ObjectStore:
                 try:
                     self.fs.info(bucket)
                 except FileNotFoundError as error:
-                    raise CheckpointError(
-                        f"The bucket {bucket} of {url} does not exist. Create the bucket, or correct the URL."
-                    ) from error
+                    text = f"The bucket {bucket} of {url} does not exist. Create the bucket, or correct the URL."
+                    raise CheckpointError(text) from error
 
     def size(self, url: str) -> int | None:
         """Return the size of an object in bytes; ``None`` if it does not exist. Uses no listing, which may be stale."""

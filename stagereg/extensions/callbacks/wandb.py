@@ -33,12 +33,8 @@ class WandbArtifact:
         if run is None:
             raise CheckpointError("no wandb run is active: call wandb.init(...) on rank 0 before the first save")
         manifest = checkpoint.manifest
-        about = {
-            "step": checkpoint.step,
-            "storage": manifest.storage,
-            "bytes": manifest.nbytes,
-            **metrics_to_json(checkpoint.metrics),
-        }
+        about = {"step": checkpoint.step, "storage": manifest.storage, "bytes": manifest.nbytes}
+        about |= metrics_to_json(checkpoint.metrics)
         artifact = wandb.Artifact(self.name or f"checkpoint-{run.id}", self.type, metadata=about)
         path = str(checkpoint.path)
         # Without wandb's checksums: computing them would read every file, and the manifest has checksums.

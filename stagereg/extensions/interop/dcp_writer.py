@@ -199,9 +199,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         manifest.expect_readable(os.fspath(path))
         sizes: dict[str, Found] = {each.name: each.stat().st_size for each in os.scandir(beside)}
         if lost := differences(manifest, sizes):
-            raise CheckpointError(
-                f"The save to {beside} is incomplete: {VerificationResult(path.name, manifest, lost)}. Save again."
-            )
+            text = f"The save to {beside} is incomplete: {VerificationResult(path.name, manifest, lost)}. Save again."
+            raise CheckpointError(text)
         open_store(path.parent).put(os.fspath(beside), CHECKSUMS, manifest.dumps().encode())
         sync(beside)
         failpoint("described")

@@ -43,9 +43,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Op
             weight = checkpoint["model.0.weight"]
             model.load_state_dict(checkpoint.entry("model"))
     """
-    opened = open_newest(
-        os.fspath(path), verify, lambda each: _log.warning("%s is corrupt and was skipped: %s", each.path, each)
-    )
+    text = "%s is corrupt and was skipped: %s"
+    opened = open_newest(os.fspath(path), verify, lambda each: _log.warning(text, each.path, each))
     if verify and not opened.verified:
         opened.close()
         raise CheckpointError(f"Cannot verify {opened.path}: plain torch wrote it, without checksums.")

@@ -54,9 +54,8 @@ def loads(content: bytes) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # any error, since the file is untrusted
-        raise CheckpointError(
-            f"the file {METADATA} is not valid torch metadata: {type(error).__name__}: {error!s:.200}"
-        ) from error
+        text = f"the file {METADATA} is not valid torch metadata: {type(error).__name__}: {error!s:.200}"
+        raise CheckpointError(text) from error
     return metadata
 
 
@@ -132,11 +131,8 @@ def _expect_sound(metadata: Any) -> None:
     for name, way in _items(metadata.planner_data or {}):
         _expect(name, str)
         _expect(way, tuple)
-        if (
-            not way
-            or type(way[0]) is not str
-            or any(type(key) is not str and not _is_number(key) for key in way[: DEEPEST + 1])
-        ):
+        keys = way[: DEEPEST + 1]
+        if not way or type(way[0]) is not str or any(type(key) is not str and not _is_number(key) for key in keys):
             raise ValueError(f"the path of {name!r:.100} in the state is invalid")
     for index, info in _items(metadata.storage_data):
         _expect(index, MetadataIndex)

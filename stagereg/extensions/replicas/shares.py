@@ -227,10 +227,8 @@ def cut(entries: Mapping[str, Any], shares: Shares) -> dict[str, Any] | None:
             return None
         found[name] = staged
     if shares.cuts:
-        found[SAMPLES] = {
-            f"{first}.{kind[1]:d}.{kind[0]}": _sample(entries[kind[0]], shares.cuts[kind])
-            for kind, first in shares.first.items()
-        }
+        kinds = {f"{first}.{kind[1]:d}.{kind[0]}": kind for kind, first in shares.first.items()}
+        found[SAMPLES] = {name: _sample(entries[kind[0]], shares.cuts[kind]) for name, kind in kinds.items()}
     return found
 
 

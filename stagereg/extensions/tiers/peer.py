@@ -201,10 +201,8 @@ def _on_streams(blocks: int, run: Callable[[int], None]) -> None:
         except BaseException as error:
             errors.append(error)
 
-    others = [
-        threading.Thread(target=note_error, args=[stream], name="stagereg-tier-stream", daemon=True)
-        for stream in range(1, count)
-    ]
+    thread_of = partial(threading.Thread, target=note_error, name="stagereg-tier-stream", daemon=True)
+    others = [thread_of(args=[stream]) for stream in range(1, count)]
     for thread in others:
         thread.start()
     note_error(0)

@@ -64,9 +64,8 @@ class Tier(ABC):
     ) -> None:
         constructed("tier")
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir) or "://" in os.fspath(dir):
-            raise ConfigError(
-                f"{option('tier.dir')} must be a folder on a local disk or in memory of each machine, got {dir!r}."
-            )
+            text = f"{option('tier.dir')} must be a folder on a local disk or in memory of each machine, got {dir!r}."
+            raise ConfigError(text)
         if isinstance(every, str):
             one_of(option("tier.every"), every, ("auto", "a number of steps"))
         self.dir = os.path.abspath(os.path.expanduser(os.fspath(dir)))
