@@ -26,7 +26,7 @@ from stagereg.base.small_files import UnfitFileError
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import FOLLOWED, Checkpoint, plain_name
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.located import with_those_of_torch
+from stagereg.checkpoint.store.located import with_torchs
 from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.commands.arguments import above_zero
@@ -183,7 +183,7 @@ class _Follower:
         """Return the next checkpoint to handle, or ``None``. Reports checkpoints that are corrupt or were deleted."""
         own, damaged = self._store.checkpoints()
         of_torch = self._store.of_torch()
-        found = with_those_of_torch([VerificationResult(each.path, each.manifest) for each in own], of_torch)
+        found = with_torchs([VerificationResult(each.path, each.manifest) for each in own], of_torch)
         complete = [each.checkpoint for each in found if each.checkpoint is not None]
         damaged += [each for each in of_torch if each.damages]
         if not self._begun and (complete or damaged):

@@ -12,16 +12,14 @@ import torch.distributed as dist
 from stagereg.errors import CheckpointError, InstallationError, StageregError
 
 
-def _from_first(found: Any) -> Any:
+def _of_first(found: Any) -> Any:
     boxed = [found]
     if dist.is_initialized():
         dist.broadcast_object_list(boxed, src=0)
     return boxed[0]
 
 
-def agreed(
-    decide: Callable[[], Any], is_first: bool | None = None, broadcast: Callable[[Any], Any] = _from_first
-) -> Any:
+def agreed(decide: Callable[[], Any], is_first: bool | None = None, broadcast: Callable[[Any], Any] = _of_first) -> Any:
     """Call ``decide`` on the first rank, and return its result or raise its error on all ranks. Collective.
 
     The result must be picklable, and so must a ``StageregError``. Any other error becomes a ``CheckpointError`` that

@@ -40,9 +40,7 @@ from stagereg.registry import build, names
 __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 
 _OPTIONS = ("stager", "storage", "restore", "failure", "replicas")
-_LIGHTNINGS = (
-    "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
-)
+_LIGHTNING = "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 _FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each new checkpoint"
 _TIER = "tiers are only supported in your own training loop, with stagereg.Checkpointer(dir, every=..., tier=...)"
 _SAVING: dict[type, tuple[str, ...]] = {
@@ -80,7 +78,7 @@ class StageregCheckpointIO(CheckpointIO):
             expect_known("lightning", ">=2.5,<2.7", kind, {"save_checkpoint": arguments})
         for name in checkpoint_options.keys() - _OPTIONS:
             known = name in inspect.signature(Checkpointer).parameters
-            usual = f"Lightning decides it with {_LIGHTNINGS}"
+            usual = f"Lightning decides it with {_LIGHTNING}"
             said_by = {"on_commit": _FOLLOW, "tier": _TIER}.get(name, usual)
             grouped = instead(name, Checkpointer, repr(checkpoint_options[name]))
             why = f": {said_by}." if known else f".{grouped or nearest(name, _OPTIONS)}"

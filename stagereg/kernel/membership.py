@@ -214,9 +214,9 @@ class StoreMembership(Membership):
     """
 
     def __init__(
-        self, channel: ControlChannel, lengths: Sequence[int], store: Store, throw: bool, waiting: Waiting
+        self, channel: ControlChannel, lengths: Sequence[int], store: Store, throw: bool, wait: Waiting
     ) -> None:
-        super().__init__(channel, throw, waiting)
+        super().__init__(channel, throw, wait)
         self.store = store
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,9 +23,7 @@ from stagereg.stagers.async_stager import StateDict
 
 
 def map_memory(
-    state_dict: StateDict,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    where: Callable[[torch.Tensor, str], bool] | None,
+    state_dict: StateDict, function: Callable[[Tensor], Tensor], where: Callable[[Tensor, str], bool] | None
 ) -> StateDict:
     """Return ``state_dict`` with new memory for some tensors. See :meth:`.HostStager.map_memory`."""
     with torch.no_grad():
@@ -44,9 +43,7 @@ def map_memory(
         return found
 
 
-def _choose(
-    state: StateDict, where: Callable[[torch.Tensor, str], bool] | None
-) -> dict[int, tuple[object, ...] | None]:
+def _choose(state: StateDict, where: Callable[[Tensor, str], bool] | None) -> dict[int, tuple[object, ...] | None]:
     """Map the ``id`` of each tensor to its path, or to ``None`` if it is not to be changed under one of its paths."""
     chosen: dict[int, tuple[object, ...] | None] = {}
     for path, x in _tensors(state, (), {}):
@@ -57,18 +54,16 @@ def _choose(
     return chosen
 
 
-def _tensors(
-    value: Any, path: tuple[object, ...], entered: dict[int, Any]
-) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif not isinstance(value, type) and id(value) not in entered:
-        entered[id(value)] = value  # kept alive, so that no other value gets this id
-        for key, item in entries_of(value):
+def _tensors(x: Any, path: tuple[object, ...], entered: dict[int, Any]) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+    if isinstance(x, Tensor):
+        yield path, x
+    elif not isinstance(x, type) and id(x) not in entered:
+        entered[id(x)] = x  # kept alive, so that no other value gets this id
+        for key, item in entries_of(x):
             yield from _tensors(item, (*path, key), entered)
 
 
-def _parts(x: torch.Tensor) -> list[torch.Tensor]:
+def _parts(x: Tensor) -> list[Tensor]:
     """Return the tensors that hold the data of a plain or distributed tensor; empty for other wrappers."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     if isinstance(x, ShardedTensor):
@@ -76,14 +71,12 @@ def _parts(x: torch.Tensor) -> list[torch.Tensor]:
     return [] if is_traceable_wrapper_subclass(x) else [x]
 
 
-def _is_complete(x: torch.Tensor) -> bool:
+def _is_complete(x: Tensor) -> bool:
     """Return whether the storage contains all elements. If not, the copy raises an error later."""
     return (x.storage_offset() + span_of(x)) * x.itemsize <= x.untyped_storage().nbytes() or not x.numel()
 
 
-def _mapped(
-    tensors: Sequence[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor], path: Sequence[object]
-) -> list[torch.Tensor]:
+def _mapped(tensors: Sequence[Tensor], function: Callable[[Tensor], Tensor], path: Sequence[object]) -> list[Tensor]:
     """Apply ``function`` to the memory of ``tensors``, and return the corresponding tensors over the result."""
     begin = min(x.storage_offset() for x in tensors)
     end = max(x.storage_offset() + span_of(x) for x in tensors)
@@ -93,8 +86,8 @@ def _mapped(
     made = function(memory)
     if memory._version != version:
         raise StagingError(path, "the function of map_memory() wrote into the state. Return a new tensor instead")
-    if type(made) is not torch.Tensor or made.shape != memory.shape or made.layout is not torch.strided:
-        shown = f"a {type(made).__name__} {[*made.shape]}" if isinstance(made, torch.Tensor) else f"{made!r:.80}"
+    if type(made) is not Tensor or made.shape != memory.shape or made.layout is not torch.strided:
+        shown = f"a {type(made).__name__} {[*made.shape]}" if isinstance(made, Tensor) else f"{made!r:.80}"
         text = f"the function of map_memory() returned {shown} for a Tensor {[*memory.shape]}. Keep the shape"
         raise StagingError(path, text)
     made = made.contiguous()

@@ -178,10 +178,8 @@ class StorageContract(Contract):
     def _save(self, folder: str, *states: dict[str, Any]) -> None:
         self.within(partial(_save, self.make(), folder, *states))
 
-    def _expect_restored(
-        self, folder: str, state: dict[str, Any], step: int = 1, storage: Storage | None = None
-    ) -> None:
-        found = self.within(partial(_restored, storage or self.make(), folder, _blank(state), step))
+    def _expect_restored(self, path: str, state: dict[str, Any], step: int = 1, storage: Storage | None = None) -> None:
+        found = self.within(partial(_restored, storage or self.make(), path, _blank(state), step))
         self._expect("", [difference(found, state)])
 
     def _expect_loaded(self, storage: Storage, path: str, state: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from stagereg.checkpoint.extension import Candidate, Rejection, RestoreRequest
 from stagereg.checkpoint.format.manifest import LATEST, MANIFEST, Checkpoint, step_of
 from stagereg.checkpoint.load.seeding import Seeded
 from stagereg.checkpoint.ranks.rank_group import RankGroup
+from stagereg.checkpoint.storage.files import StrPath
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.foreign import expect_no_other_format
 from stagereg.checkpoint.store.located import nothing_in
@@ -83,9 +84,7 @@ def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
             _log.warning("%s is %s and was skipped:\n%s%s", each.path, each.word, _indented(each), hints)
 
 
-def log_begin(
-    restored: Checkpoint | None, asked: RestoreRequest, dir: object, source: str | os.PathLike[str] | None
-) -> None:
+def log_begin(restored: Checkpoint | None, asked: RestoreRequest, dir: object, source: StrPath | None) -> None:
     """Log on rank 0 which checkpoint was restored, and in which directory ``dir`` the run saves its own checkpoints.
 
     Raises: ``CheckpointError``, on all ranks, if the user gave a ``source`` that contains no checkpoint.
@@ -160,7 +159,7 @@ def resolve_source(source: str) -> tuple[CheckpointStore, str]:
 
 
 def resolve_resume(
-    store: CheckpointStore, resume: str, source: str | os.PathLike[str] | None, ranks: RankGroup
+    store: CheckpointStore, resume: str, source: StrPath | None, ranks: RankGroup
 ) -> tuple[CheckpointStore, str]:
     """Return the store and the ``resume`` option of a restore. ``source``, if given, replaces both. Collective."""
     found, what = (store, resume) if source is None else resolve_source(os.fspath(source))

@@ -84,9 +84,7 @@ def _post(act: Callable[[], object]) -> tuple[bytes, BaseException | None]:
         return pickle.dumps((None, portable(error))), error
 
 
-def _answer(
-    posts: Sequence[bytes], answer: Callable[[list[T]], Sequence[U]]
-) -> tuple[list[bytes], BaseException | None]:
+def _answer(posts: list[bytes], answer: Callable[[list[T]], Sequence[U]]) -> tuple[list[bytes], BaseException | None]:
     """Return the message for each rank, and the exception that ``answer`` has raised, if any. Called on rank 0."""
     failure: BaseException | None = None
     try:

@@ -158,11 +158,7 @@ def by_new_name(moves: Sequence[tuple[str, str]], saved: Iterable[str]) -> dict[
 
 
 def advice(
-    entry: str,
-    missing: Sequence[str],
-    rest: Collection[str],
-    present: Collection[str],
-    alike: Callable[[str, str], bool],
+    entry: str, missing: Sequence[str], rest: Collection[str], there: Collection[str], alike: Callable[[str, str], bool]
 ) -> str:
     """Return a text that proposes options to restore a module with missing names; an empty text if no option fits.
 
@@ -170,13 +166,13 @@ def advice(
         entry: the entry of the module.
         missing: the names in the module that were not saved.
         rest: the saved names that the module does not have.
-        present: the saved names that the module has.
+        there: the saved names that the module has.
         alike: called with a missing and a saved name; returns whether their tensors have the same shape and dtype.
     """
     left, renames, new = set(rest), {}, []
-    whole_module = {_before(name, missing[0]) for name in rest} - {None} if missing and not present else ()
+    whole_module = {_before(name, missing[0]) for name in rest} - {None} if missing and not there else ()
     is_whole = any(all(_suits(old or "", "", name, left, alike) for name in missing) for old in whole_module)
-    groups = {"": [*missing]} if is_whole else _groups(missing, present)
+    groups = {"": [*missing]} if is_whole else _groups(missing, there)
     for prefix, names in itertools.islice(groups.items(), _TRIED):
         olds = {old for name in left if (old := _before(name, _below(names[0], prefix) or "")) is not None}
         fits = [old for old in olds if all(_suits(old, prefix, name, left, alike) for name in names)]
@@ -197,7 +193,7 @@ def advice(
         texts.append(f"If {old!r} in the checkpoint is {each!r} here, add {proposed}{more}")
         ends = {name.rpartition(".")[2] for pair in pairs for name in pair}
         texts += [f"{by} add {wrapper!r} to names" for wrapper, by in _OF_WRAPPERS.items() if wrapper in ends]
-    if new and present:
+    if new and there:
         allowed = option("checkpoint.restore.allow_missing", new[:_MOST])
         texts.append(f"To begin {few_of(new, _MOST)} from scratch, add {allowed}")
     return "".join(f". {text}" for text in texts)

@@ -62,12 +62,10 @@ def newest_first(conditions: Sequence[VerificationResult]) -> list[VerificationR
     """Sort checkpoints by commit order, newest first. Checkpoints without a manifest may be newer, and come first."""
     own = [each for each in conditions if not each.writer]
     own.sort(key=lambda each: -each.manifest.serial if each.manifest else -inf)
-    return with_those_of_torch(own, [each for each in conditions if each.writer])
+    return with_torchs(own, [each for each in conditions if each.writer])
 
 
-def with_those_of_torch(
-    own: Sequence[VerificationResult], of_torch: Sequence[VerificationResult]
-) -> list[VerificationResult]:
+def with_torchs(own: Sequence[VerificationResult], of_torch: Sequence[VerificationResult]) -> list[VerificationResult]:
     """Insert plain torch's checkpoints into the newest-first list ``own``, ordered by time of writing, then step."""
 
     def age(each: VerificationResult) -> tuple[float, float]:

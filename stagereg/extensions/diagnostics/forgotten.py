@@ -28,6 +28,7 @@ from stagereg.checkpoint.state.optimizer_state import optimizers_of, parameters_
 from stagereg.data import COUNTED, ResumableSampler
 
 _log = logging.getLogger(__name__)
+_State = Mapping[str, Any]
 
 _SAVES = 10  # saves after which steps of optimizers are no longer observed
 _REPEATS = 3  # calls that repeat the previous step number after an optimizer step
@@ -73,9 +74,7 @@ class ForgottenObjects:
         self._plateaus.add(scheduler)
 
     @first_save.only_looks
-    def look(
-        self, state: Mapping[str, Any], captured: Mapping[str, Any], others: Iterable[Mapping[str, Any] | None]
-    ) -> None:
+    def look(self, state: _State, captured: _State, others: Iterable[_State | None]) -> None:
         """Search for objects that are missing from a save.
 
         Args:
@@ -105,9 +104,7 @@ class ForgottenObjects:
         for remove in self._removes:
             remove()
 
-    def _judge(
-        self, optimizers: Mapping[int, Optimizer], saved: _Saved, others: Iterable[Mapping[str, Any] | None]
-    ) -> None:
+    def _judge(self, optimizers: Mapping[int, Optimizer], saved: _Saved, others: Iterable[_State | None]) -> None:
         of_others = [one for other in others if other for value in other.values() for one in optimizers_of(value)]
         own = [each for key, each in optimizers.items() if key not in {id(one.state) for one in of_others}]
         lines: dict[str, list[str]] = {"optimizer": [], "scheduler": []}
@@ -131,9 +128,7 @@ class ForgottenObjects:
             if found:
                 self._found.setdefault(kind, _TEXTS[kind].format(" and ".join(found), "; ".join(lines[kind])))
 
-    def _judge_samplers(
-        self, samplers: Iterable[ResumableSampler], saved: _Saved, states: Iterable[Mapping[str, Any]]
-    ) -> None:
+    def _judge_samplers(self, samplers: Iterable[ResumableSampler], saved: _Saved, states: Iterable[_State]) -> None:
         inside = {id(entries.value_of(state, name)) for state in states for name in state}
         lacking = [each for each in samplers if id(each) not in inside]
         if lacking and not saved.is_in_object("consumed"):

@@ -12,7 +12,7 @@ from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import METADATA
 from stagereg.checkpoint.load.store_source import StoreSource, expect_certain
 from stagereg.checkpoint.storage.reading import CheckpointFiles
-from stagereg.checkpoint.store.located import with_those_of_torch
+from stagereg.checkpoint.store.located import with_torchs
 from stagereg.checkpoint.store.open_store import local_part, open_parent_store
 from stagereg.extensions.interop.matching import MatchedFiles, described
 from stagereg.extensions.interop.torch_directories import DCP_WRITER
@@ -34,7 +34,7 @@ class TorchSource(StoreSource):
         for each in of_torch:
             expect_certain(each)
         known = {each.path: each for each in listed}
-        every = with_those_of_torch([each.found for each in listed], of_torch)
+        every = with_torchs([each.found for each in listed], of_torch)
         return [known.get(each.path) or Candidate(each, self.name) for each in every]
 
     def files(self, candidate: Candidate, index: bytes | None) -> CheckpointFiles:

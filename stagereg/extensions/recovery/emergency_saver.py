@@ -294,16 +294,16 @@ class _Target(StoreTarget):
 
 
 def _add_positions(
-    captured: dict[str, Any], missing: dict[str, list[str]], state: Mapping[str, Any], made: _Attempt
+    saved: dict[str, Any], missing: dict[str, list[str]], state: Mapping[str, Any], made: _Attempt
 ) -> None:
     """Add the data loader states of the ranks that do not save, reconstructed from the state of this rank."""
     own, size = made.told.rank, made.told.world_size
     for name in entries.positions(state):
         follow: Callable[..., Any] = getattr(entries.value_of(state, name), "of_other_rank", lambda *_: None)
         for rank, lacks in missing.items():
-            found = follow(captured[entries.rank_name(name, own)], own, int(rank), size)
+            found = follow(saved[entries.rank_name(name, own)], own, int(rank), size)
             if found is None:
                 raise CheckpointError(f"the state of rank {rank} in {name!r} cannot be reconstructed from other ranks")
-            captured[entries.rank_name(name, int(rank))], sure = found
+            saved[entries.rank_name(name, int(rank))], sure = found
             is_exact = sure and not isinstance(state[name], entries.PerRank)  # data positions may differ between ranks
             lacks += [] if is_exact else [f"an exact position of {name}"]

@@ -137,9 +137,7 @@ def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tu
     return complete, others
 
 
-def missing_copies(
-    step: TierStep, partners: Mapping[str, Sequence[str]], copies: int
-) -> dict[str, dict[int, list[str]]]:
+def missing_copies(step: TierStep, partners: dict[str, list[str]], copies: int) -> dict[str, dict[int, list[str]]]:
     """Return the transfers that give each part ``copies`` copies, as ``{sender: {rank of the part: receivers}}``.
 
     The first machine that has a part sends the part to its partners (:mod:`.placement`). Existing copies remain.
