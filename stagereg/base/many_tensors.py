@@ -41,9 +41,7 @@ def span_of(x: torch.Tensor) -> int:
 
 def has_attributes(tensors: list[torch.Tensor]) -> bool:
     """Return whether one of the tensors has attributes of its own."""
-    if _torch is not None:
-        return bool(_library.stagereg_attributes(tensors))
-    return any(map(vars, tensors))
+    return bool(_library.stagereg_attributes(tensors)) if _torch is not None else any(map(vars, tensors))
 
 
 class Description:
@@ -117,8 +115,7 @@ def _find_places() -> tuple[int, int]:
     x = torch.empty(1, dtype=torch.uint8, device="cpu")
 
     def position(begin: int, size: int, wanted: int) -> int:
-        words = range(8, size, 8)
-        return next((at for at in words if _address.from_address(begin + at).value == wanted), 0)
+        return next((at for at in range(8, size, 8) if _address.from_address(begin + at).value == wanted), 0)
 
     found = position(id(x), type(x).__basicsize__, x._cdata), position(x._cdata, 64, x.untyped_storage()._cdata)
     return found if all(found) else (0, 0)

@@ -186,8 +186,7 @@ def by_states(kind: str, cases: Callable[[State], list[Case]], asked: Namespace,
         wanted = [case for case in cases(state) if {*case.rows} & {ROW, *rows}]
         taken = interleave(wanted, asked.rounds, settle, state.change, f"{kind} {name}")
         peak = {row: nbytes / state.nbytes for row, nbytes in peaks(wanted).items()}
-        series = [one for one in taken if one.row in (ROW, *rows)]
-        groups.append(report.of_series(name, title, series, ROW, peak))
+        groups.append(report.of_series(name, title, [one for one in taken if one.row in (ROW, *rows)], ROW, peak))
     return groups
 
 

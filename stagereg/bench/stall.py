@@ -170,8 +170,7 @@ class Checkpoints(Segment):
 
 
 def row_names() -> list[str]:
-    ours = [f"{stager}+{storage}" for stager in _STAGERS for storage in _STORAGES]
-    return [BASE, *_TORCHS, *ours]
+    return [BASE, *_TORCHS, *(f"{stager}+{storage}" for stager in _STAGERS for storage in _STORAGES)]
 
 
 def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, device: str, folder: Path) -> list[Series]:

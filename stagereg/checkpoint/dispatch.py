@@ -43,8 +43,7 @@ class Extensions:
     def leaves_after(self, step: int) -> bool:
         """Return whether all ranks will exit after saving ``step``. Calls :meth:`due`, at most once per step."""
         known = self._answered
-        answer = known[1] if known is not None and known[0] == step else self.due(step)
-        return answer is Due.LEAVE
+        return (known[1] if known is not None and known[0] == step else self.due(step)) is Due.LEAVE
 
     def is_urged(self) -> bool:
         """Return whether an extension on this rank requests the exit of all ranks. Any thread."""

@@ -107,8 +107,7 @@ def _report_sweep(asked: argparse.Namespace, directories: Sequence[Path]) -> int
         output.echo(f"\nWrote to {os.path.relpath(target)}: {', '.join(path.name for path in files)}")
     if asked.fail_if is None:
         return 0
-    sentence = baseline.verdict(judged, asked.fail_if)
-    (output.warn if asked.json else output.echo)(f"\n{sentence}")
+    (output.warn if asked.json else output.echo)(f"\n{baseline.verdict(judged, asked.fail_if)}")
     return int(any(each.verdict == "worse" for each in judged))
 
 

@@ -118,6 +118,4 @@ def _text(target: Any) -> str:
     """Return the path of a target as a plain ``str``. A subclass of ``str`` could override the comparison."""
     if isinstance(target, str):
         return str.__str__(target)
-    if hasattr(target, "__qualname__"):
-        return f"{target.__module__}.{target.__qualname__}"
-    return repr(target)
+    return f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else repr(target)

@@ -194,9 +194,7 @@ class _StructurePickler(pickle.Pickler):
             return NotImplemented
         if issubclass(kind, tuple):
             return (lambda items: tuple.__new__(kind, items)), (tuple(x),)  # does not call the constructor
-        if issubclass(kind, torch.Tensor):
-            return self._subclass(x)
-        return self._object(x)
+        return self._subclass(x) if issubclass(kind, torch.Tensor) else self._object(x)
 
     def _constant(self, x: Any) -> _Reduced:
         self._spec._constants.append(x)

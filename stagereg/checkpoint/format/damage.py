@@ -91,8 +91,7 @@ def difference(expected: FileDigest, found: Found) -> str:
         return found
     size = found if isinstance(found, int) else found.bytes
     if size != expected.bytes:
-        kind = "truncated" if size < expected.bytes else "too long"
-        return f"{kind}: {size} of {expected.bytes} bytes"
+        return f"{'truncated' if size < expected.bytes else 'too long'}: {size} of {expected.bytes} bytes"
     if isinstance(found, FileDigest) and found != expected:
         return f"CRC-32 mismatch: expected {expected.crc32:08x}, got {found.crc32:08x}"
     return ""

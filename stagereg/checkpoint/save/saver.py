@@ -120,8 +120,7 @@ class Saver:
         """Record the data loader states of a step, because the loop may take another batch before the save."""
         if self._continued and self.state is not None:
             self._positions = step, {name: self.state[name].state_dict() for name in self._continued}
-        given = self.state if self._given_at == step else None
-        self._extensions.notify(CheckpointExtension.end_step, step, given)
+        self._extensions.notify(CheckpointExtension.end_step, step, self.state if self._given_at == step else None)
 
     def due(self, step: int, everywhere: bool = False) -> bool:
         """Return whether a save to any target is due at ``step``. Called once per step; the same on all ranks.

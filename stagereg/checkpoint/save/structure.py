@@ -95,8 +95,7 @@ def _differences(
         added = {str(key): key for key in found if key not in expected}
         for key, item in expected.items():
             if key not in found and str(key) in added:
-                other = added.pop(str(key))
-                yield (*path, key), _Key(type(key).__name__), _Key(type(other).__name__)
+                yield (*path, key), _Key(type(key).__name__), _Key(type(added.pop(str(key))).__name__)
             else:
                 yield from _differences(item, found.get(key, _ABSENT), (*path, key))
         yield from (((*path, key), _ABSENT, found[key]) for key in added.values())

@@ -110,8 +110,7 @@ def _placed(x: torch.Tensor, param: DTensor) -> str | None:
 
 def _guessed(x: torch.Tensor, param: DTensor) -> str | None:
     """Return the placement that a restore infers without a note (:mod:`~stagereg.checkpoint.storage.reading`)."""
-    guess = REPLICATED if x.ndim == param.ndim > 1 else PLAIN
-    return None if x.shape == param.shape else guess
+    return None if x.shape == param.shape else REPLICATED if x.ndim == param.ndim > 1 else PLAIN
 
 
 def _shown(dtype: torch.dtype) -> str:

@@ -168,8 +168,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Write and flush this rank's files. The results include each file's size and CRC-32. Raises ``OSError``."""
         number, beside = plan.storage_data
         self._save.storage.reset(self._save.beside or self._find_beside(beside))
-        plan = replace(plan, storage_data=number)
-        results = self._save.storage.write_data(plan, planner).wait()
+        results = self._save.storage.write_data(replace(plan, storage_data=number), planner).wait()
         done: Future[list[WriteResult]] = Future()
         marks = self._save.storage.marks.items()
         done.set_result([*results, *(_FileResult(MetadataIndex(name), mark.bytes, mark) for name, mark in marks)])

@@ -100,8 +100,7 @@ def by_name(files: CheckpointFiles, structures: Mapping[str, Any]) -> dict[str, 
             plain = {key: leaf.value for key, leaf in options.items() if leaf.stored.dtype is None}
             for key, option in plain.items():
                 _expect_short_option(key, option)
-            saved = of_dotted({**dotted, **plain})
-            found[name] = _with_all(as_torchs(saved), value)
+            found[name] = _with_all(as_torchs(of_dotted({**dotted, **plain})), value)
         else:
             found[name] = by_name(files, value)
     return found

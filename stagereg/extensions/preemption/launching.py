@@ -37,9 +37,7 @@ class PreemptionLauncher(LaunchExtension):
 
     def after(self, end: End) -> Exit | None:
         received = self._unstepped if end.stopped is None else None if end.started else end.stopped
-        if received not in SIGNALS or end.errors:
-            return None
-        return Exit(RESUME_CODE, describe_unstepped(received))
+        return None if received not in SIGNALS or end.errors else Exit(RESUME_CODE, describe_unstepped(received))
 
 
 class PreemptionRank(RankExtension):

@@ -111,8 +111,7 @@ class EmergencySaver(CheckpointExtension):
         store, ranks = told.store, self._setup.ranks
         if ranks.size != told.world_size:
             return ""
-        own = self._post(told)
-        decided = self._decide(told, self._gather(told, own))
+        decided = self._decide(told, self._gather(told, self._post(told)))
         outcome = decided.why
         for number, (step, chosen) in enumerate(decided.tries):
             made = _Attempt(told, PrefixStore(f"try/{number}", store), step, chosen, decided.token)

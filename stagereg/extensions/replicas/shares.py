@@ -293,8 +293,7 @@ def expect_samples_alike(ranks: Sequence[Mapping[str, int]]) -> None:
 
 def shares(number: int, own: Mapping[Kind, EntryContents], compared: Compared, of: Collection[str]) -> Shares:
     """Return this rank's shards of the replicated entries in ``of``, found by the comparison in save ``number``."""
-    names = frozenset(piece.name for each in own.values() for piece in each.pieces)
-    found = Shares(number, {}, {}, {}, names)
+    found = Shares(number, {}, {}, {}, frozenset(piece.name for each in own.values() for piece in each.pieces))
     for kind, (first, ranks, at) in compared.places.items():
         if ranks == 1 or kind[0] not in of:
             continue

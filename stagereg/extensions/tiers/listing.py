@@ -196,8 +196,7 @@ def _more(step: _Step) -> str:
         copied = f"copied to {', '.join(each.copied)}" if each.copied else ""
         where[copied or ("from another machine" if each.received else "only here")].append(each.rank)
     texts = [text if len(where) == 1 else f"{_ranks(ranks)}: {text}" for text, ranks in where.items()]
-    wrong = [f"{name}: {what}" for name, what in step.damages.items()]
-    return "; ".join(filter(None, (step.void, *wrong, *texts)))
+    return "; ".join(filter(None, (step.void, *[f"{name}: {what}" for name, what in step.damages.items()], *texts)))
 
 
 def _judgement(run: _Run) -> str:

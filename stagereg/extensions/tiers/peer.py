@@ -187,8 +187,7 @@ def _memory(sizes: Sequence[int]) -> list[memoryview]:
     memory = mmap(-1, total, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(MADV_HUGEPAGE)
-    ends = [*accumulate(sizes)]
-    return [memoryview(memory)[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return [memoryview(memory)[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _on_streams(blocks: int, run: Callable[[int], None]) -> None:

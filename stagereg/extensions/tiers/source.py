@@ -53,8 +53,7 @@ class TierSource(CheckpointSource):
 
     def restored(self, candidate: Candidate, files: CheckpointFiles) -> None:
         assert isinstance(files, TierFiles)
-        failing = f"Cannot restore {candidate.path}"
-        found = self._request.ranks.run_on_all(failing, lambda: files.reader.found)
+        found = self._request.ranks.run_on_all(f"Cannot restore {candidate.path}", lambda: files.reader.found)
         self._tier.restored(self._steps[candidate.path], found)
 
 
