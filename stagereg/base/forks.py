@@ -62,11 +62,7 @@ class PrivateMemory(mmap.mmap):
 
 
 def private_memory(nbytes: int) -> PrivateMemory:
-    """Return new private pages that a forked child does not inherit.
-
-    Raises:
-        OSError: The system does not have enough memory.
-    """
+    """Return new private pages that a forked child does not inherit. Raises: ``OSError`` if memory is exhausted."""
     memory = PrivateMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     memory.inherit(False)

@@ -55,11 +55,7 @@ def end_with(parent: int) -> None:
 
 
 def memory(figure: str) -> int:
-    """Return a field of ``/proc/self/status`` in bytes, such as ``"VmRSS"``.
-
-    Raises:
-        OSError, LookupError: The system does not report the field.
-    """
+    """Return a field of ``/proc/self/status``, such as ``"VmRSS"``, in bytes. Raises: ``OSError``, ``LookupError``."""
     status = Path("/proc/self/status").read_text(errors="replace")
     return int(re.findall(rf"^{figure}:\s+(\d+)", status, re.M)[0]) * 1024
 

@@ -163,10 +163,8 @@ class DrawCheck:
     """Detects whether a dataset draws random numbers from the global generators of a data loader's workers.
 
     The object is the loader's ``collate_fn``, and its method ``start`` is the loader's ``worker_init_fn``. In each
-    worker, the states of the generators before and after the first batch are compared.
-
-    Attributes:
-        drew: a tensor in shared memory: 1 if a worker has drawn a random number, otherwise 0.
+    worker, the states of the generators before and after the first batch are compared. ``drew``: a tensor in shared
+    memory, 1 if a worker has drawn a random number, otherwise 0.
     """
 
     def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:

@@ -95,9 +95,7 @@ def _warn_skipped(path: str, why: str) -> None:
 def write_new(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, flush: bool = True) -> None:
     """Write a new file; with ``flush``, also flush it to the disk.
 
-    Raises:
-        FileExistsError: The path exists, or is a dangling link.
-        OSError: The file cannot be written; the partial file is deleted.
+    Raises: ``FileExistsError`` if the path exists or is a dangling link. After another ``OSError``, no file is left.
     """
     with open(path, "wb", buffering=0, opener=lambda path, _: os.open(path, _NEW, mode)) as file:
         try:

@@ -77,11 +77,9 @@ class DirectoryLock:
     def open(self, given: str | None) -> str:
         """Check that all ranks see the same directory, and return a random token that identifies this run. Collective.
 
-        ``given``: the directory as the user wrote it, or ``None`` if each machine has its own directory.
-
-        Raises:
-            CheckpointError: another job of the sweep has used the directory.
-            ConfigError: a rank does not see the file that rank 0 wrote.
+        ``given``: the directory as the user wrote it, or ``None`` if each machine has its own directory. Raises:
+        ``CheckpointError`` if another job of the sweep has used the directory, ``ConfigError`` if a rank does not see
+        the file that rank 0 wrote.
         """
         root = self._store.root
         named = root if given is None else option("checkpoint.dir", given)

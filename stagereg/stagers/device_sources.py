@@ -76,8 +76,7 @@ def _gathered_in(group: Sequence[Source], room: int) -> torch.Tensor | None:
 def digests(sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     """Return the digests of tensors, one after the other, as an int64 vector on their device; and their lengths.
 
-    Args:
-        sources: one-dimensional uint8 tensors, at addresses that are multiples of 8.
+    ``sources``: one-dimensional uint8 tensors, at addresses that are multiples of 8.
     """
     parts, lengths = [torch.empty(0, dtype=torch.int64, device=sources[0].device if sources else "cpu")], []
     for source in sources:

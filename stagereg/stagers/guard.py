@@ -25,8 +25,7 @@ from stagereg.kernel.state_dict import flatten
 class WriteGuard:
     """Calls ``before_write`` before a predictable write, on the writing thread, until closed or garbage-collected.
 
-    Args:
-        before_write: a bound method, held by a weak reference; must not raise.
+    ``before_write``: a bound method, held by a weak reference; must not raise.
     """
 
     def __init__(self, before_write: Callable[[], None]) -> None:

@@ -21,10 +21,7 @@ from stagereg.stagers.step_observer import Place
 class CopyFuture(Future[Any]):
     """The future of a copy. Completes when the copy is confirmed (the source was not written during the copy).
 
-    :meth:`copied` returns the copy earlier.
-
-    Attributes:
-        seen: whether a caller has read the result or the error.
+    :meth:`copied` returns the copy earlier. ``seen``: whether a caller has read the result or the error.
     """
 
     seen = False

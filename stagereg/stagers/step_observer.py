@@ -32,8 +32,7 @@ Place = tuple[int, int]  # device index and address
 class StepObserver:
     """Records writes to optimizers' tensors outside optimizer steps. Used on the training thread.
 
-    Attributes:
-        written: maps (device index, address) of each such write to the number of bytes. Entries are never removed.
+    ``written`` maps (device index, address) of each such write to the number of bytes. Entries are never removed.
     """
 
     def __init__(self) -> None:

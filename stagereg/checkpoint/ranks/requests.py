@@ -36,9 +36,8 @@ _ADVICE = (
 class OperationLog:
     """Reads and writes the log, which is in the rendezvous store of the process group.
 
-    Args:
-        group: the process group that trains. ``None`` for a single process, which has no log.
-        name: the name of the log, which is the same on all ranks, and unique in the job.
+    ``group``: the process group that trains; ``None`` for a single process, which has no log. ``name``: the name of the
+    log, which is the same on all ranks, and unique in the job.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
@@ -92,12 +91,8 @@ class ShutdownBarrier:
     """The barrier at the end of a run: each rank waits there for all others before the last save.
 
     A waiting rank does not take part in training. If a rank that still trains has run more collectives than the first
-    waiting rank, these two ranks cannot reach the end after the same step. The training rank then reports this, and
-    the waiting ranks raise an error.
-
-    Args:
-        group: the process group that trains. ``None`` for a single process.
-        name: the name of the barrier, which is the same on all ranks, and unique in the job.
+    waiting rank, these two ranks cannot reach the end after the same step. The training rank then reports this, and the
+    waiting ranks raise an error. ``group`` and ``name`` are those of :class:`OperationLog`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:

@@ -100,10 +100,8 @@ class Spreader:
         """Return a flat view of ``state``; ``state`` itself if no container holds an object.
 
         If ``again`` is false, containers that had no objects in the last call are not searched, because searching large
-        containers in each step takes time.
-
-        Raises:
-            CheckpointError: two entries would have the same name; containers are nested too deeply.
+        containers in each step takes time. Raises: ``CheckpointError`` if two entries would have the same name, or
+        containers are nested too deeply.
         """
         known, self._plain = ({} if again else self._plain), {}
         ways: dict[str, tuple[Any, ...]] = {}

@@ -52,11 +52,7 @@ class ParameterNames:
         self._found: WeakKeyDictionary[Optimizer, Names] = WeakKeyDictionary()
 
     def for_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Names:
-        """Return the names of the optimizer's parameters in ``state``.
-
-        Raises:
-            CheckpointError: two parameters have the same name.
-        """
+        """Return the names of the optimizer's parameters. Raises: ``CheckpointError`` if two have the same name."""
         params, found = parameters_of(optimizer), self._found.get(optimizer)
         if found is None or [*map(id, params)] != [*map(id, found.by_parameter)]:
             found = self._found[optimizer] = _names(optimizer, params, state)

@@ -36,9 +36,7 @@ class AlignedFile(contextlib.AbstractContextManager["AlignedFile"]):
 
     Small writes go through ``buffers`` (:func:`make_buffers`), which another file may use afterwards. Call
     :meth:`finish` before the context manager exits. Methods raise the ``OSError`` of the current or an earlier write.
-
-    Attributes:
-        blocks: the CRC-32 of each written block of :data:`BLOCK_BYTES`.
+    ``blocks``: the CRC-32 of each written block of :data:`BLOCK_BYTES`.
     """
 
     def __init__(self, target: Sink, buffers: Sequence[memoryview]) -> None:

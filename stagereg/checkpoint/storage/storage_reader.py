@@ -21,8 +21,7 @@ from stagereg.errors import CheckpointError, reason
 def read_through(storage: Storage, path: str, wanted: dict[str, Any], load_object: Callable[[str, bytes], Any]) -> None:
     """Read the entries ``wanted`` of the checkpoint ``path``: tensors into their memory, objects by ``load_object``.
 
-    Raises:
-        CheckpointError: the reader raised an error, or skipped an entry.
+    Raises: ``CheckpointError`` if the reader raised an error, or skipped an entry.
     """
     planner = _Planner(load_object)
     try:

@@ -32,8 +32,7 @@ class Whole(NamedTuple):
 def wholes_of(leaf: Leaf) -> list[Whole] | None:
     """Return the file ranges to read for a leaf; ``None`` if this rank's shard does not wrap other tensors.
 
-    Raises:
-        CheckpointError: the tensor is sharded differently here, and its shards cannot be merged.
+    Raises: ``CheckpointError`` if the tensor is sharded differently here, and its shards cannot be merged.
     """
     if not leaf.stored.is_subclass:
         return None

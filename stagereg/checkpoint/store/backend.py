@@ -20,8 +20,7 @@ T = TypeVar("T")
 class Sink(Protocol):
     """A new file that is written sequentially. Its methods raise ``OSError``.
 
-    Attributes:
-        refused: whether the file system has refused direct I/O, which bypasses the page cache.
+    ``refused``: whether the file system has refused direct I/O, which bypasses the page cache.
     """
 
     refused: bool
@@ -39,8 +38,7 @@ class Sink(Protocol):
 class Files(Protocol):
     """Opens and creates the files that a storage reads and writes. Its methods raise ``OSError``. Thread-safe.
 
-    Attributes:
-        remote: whether the files are in an object store, so that their URLs name the same files on every machine.
+    ``remote``: whether the files are in an object store, so that their URLs name the same files on every machine.
     """
 
     remote: bool

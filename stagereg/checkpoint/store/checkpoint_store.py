@@ -62,9 +62,8 @@ class CheckpointStore:
     def look(self, path: str, content: bool = False) -> VerificationResult:
         """Check one checkpoint of stagereg or of plain torch. If it was deleted, the result has no manifest.
 
-        Args:
-            path: the directory of a checkpoint, or a link ``latest``; may be outside of this store.
-            content: whether to read all files and compare checksums. Otherwise only manifest and sizes are checked.
+        ``path``: the directory of a checkpoint, or a link ``latest``; may be outside of this store. ``content``:
+        whether to read all files and compare checksums. Otherwise only manifest and sizes are checked.
         """
         found = conditions.look(self.backend, path)
         if not content or found.writer == TORCH or found.manifest is None or not found.manifest.files:

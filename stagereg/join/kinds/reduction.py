@@ -125,8 +125,7 @@ class ReducingJoinable(TrackedJoinable):
     def shadowed(self) -> None:
         """On a rank without data, record that a step was reduced, with the gradients that this rank had accumulated.
 
-        Raises:
-            JoinError: the active ranks began the step with different gradients.
+        Raises: ``JoinError`` if the active ranks began the step with different gradients.
         """
         self.policy.confirm(is_whole=not self.is_unfinished)
         self.policy.step_begins, self.is_unfinished = True, False
