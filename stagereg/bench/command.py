@@ -70,8 +70,7 @@ def add_options(
 def run(asked: Namespace) -> int:
     """Measure, print the tables and write the JSON file. Return 1 if a row failed, otherwise 0.
 
-    Raises:
-        ConfigError: an argument is invalid. Raised before the measurement.
+    Raises: ``ConfigError`` if an argument is invalid, before the measurement.
     """
     rows = _check(asked)
     import stagereg.bench.report as report

@@ -176,8 +176,7 @@ def row_names() -> list[str]:
 def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, device: str, folder: Path) -> list[Series]:
     """Measure ``rows`` in a new process with ``threads`` torch threads. ``folder`` must be empty.
 
-    Raises:
-        LaunchError: the process failed.
+    Raises: ``LaunchError`` if the process failed.
     """
     # Set MASTER_ADDR, because torch's writer process would otherwise use the host name, which may not resolve.
     environment = {"OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1"}

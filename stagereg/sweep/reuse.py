@@ -51,8 +51,7 @@ def held(directory: Path) -> Iterator[None]:
 class Reuse:
     """The existing jobs in the directory of a sweep, and the unused job numbers.
 
-    Attributes:
-        changed: messages about planned jobs that have the overrides of an existing job, but a different config.
+    ``changed``: messages about planned jobs that have the overrides of an existing job, but a different config.
     """
 
     def __init__(self, root: Path) -> None:

@@ -95,10 +95,8 @@ class SharedRead:
     """Reads one checkpoint for all ranks. Collective: all ranks construct a ``SharedRead`` and call :meth:`run`.
 
     The constructor changes no tensor. ``transfer`` lists the bytes that this rank needs. With ``check``, the ranks read
-    and verify all files, including files that no rank needs.
-
-    Raises:
-        CheckpointError: a rank could not read its first piece. Raised on all ranks.
+    and verify all files, including files that no rank needs. Raises: ``CheckpointError`` on all ranks if a rank could
+    not read its first piece.
     """
 
     def __init__(
@@ -223,8 +221,7 @@ class SharedRead:
     def run(self) -> dict[str, str]:
         """Read all needed bytes into their targets, and map the name of each corrupt file to its error. Collective.
 
-        Raises:
-            CheckpointError: a rank could not read or copy some bytes. Raised on all ranks. Some tensors have changed.
+        Raises: ``CheckpointError`` on all ranks if a rank could not read or copy some bytes. Some tensors have changed.
         """
         failing = f"{self._checkpoint.path} could not be read"
         with self._ranks.explaining(failing):

@@ -29,12 +29,7 @@ _all: weakref.WeakSet[Diagnostics] = weakref.WeakSet()
 
 
 class Diagnostics(CheckpointExtension):
-    """The checks of one checkpointer.
-
-    Args:
-        cast: whether a restore converts dtypes.
-        stager: the stager that copies the state.
-    """
+    """The checks of one checkpointer. ``cast``: whether a restore converts dtypes. ``stager`` copies the state."""
 
     name = "diagnostics"
 

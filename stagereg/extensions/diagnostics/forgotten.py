@@ -49,10 +49,8 @@ class ForgottenObjects:
     """Finds optimizers, schedulers and samplers that a program uses for its model but does not put into the state.
 
     torch marks an optimizer that has a scheduler, but not if it is a ``ReduceLROnPlateau``. Therefore the steps of each
-    ``ReduceLROnPlateau`` are observed until :meth:`close`. All methods run on the training thread.
-
-    Attributes:
-        stepped: whether an optimizer has stepped since the attribute was set to False.
+    ``ReduceLROnPlateau`` are observed until :meth:`close`. All methods run on the training thread. ``stepped``: whether
+    an optimizer has stepped since the attribute was set to False.
     """
 
     def __init__(self, ranks: RankGroup) -> None:

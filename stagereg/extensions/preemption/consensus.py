@@ -41,8 +41,7 @@ _PATIENCE_S = 60.0  # seconds to wait for ranks that have not begun an exchange
 class PreemptionConsensus(CheckpointExtension):
     """Decides when the ranks save and exit. Used on the training thread. Handles signals from ``start`` to ``close``.
 
-    Args:
-        grace_period: time from a signal until the process must exit.
+    ``grace_period``: time from a signal until the process must exit.
     """
 
     name = "preemption"

@@ -72,8 +72,7 @@ class _Sample(NamedTuple):
 class Stragglers:
     """Detects the slow ranks of one run. Used on rank 0.
 
-    Args:
-        machine_of: returns the machine name of a rank; called only for reported ranks.
+    ``machine_of`` returns the machine name of a rank; called only for reported ranks.
     """
 
     def __init__(self, machine_of: Callable[[int], str]) -> None:

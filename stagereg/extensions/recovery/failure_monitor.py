@@ -33,10 +33,8 @@ class FailureMonitor:
 
     ``secret`` is the secret of the run. On rank 0, ``meet(address)`` publishes the address of the heartbeat process; on
     other ranks, ``meet(None)`` returns this address. A thread calls ``on_failure`` with a sentence on each failure. The
-    same thread restarts the heartbeat process if the process dies before this rank.
-
-    Attributes:
-        failed: for each failed rank, text that names its process and the failure.
+    same thread restarts the heartbeat process if the process dies before this rank. ``failed`` has for each failed rank
+    a text that names its process and the failure.
     """
 
     def __init__(

@@ -60,8 +60,7 @@ Save = Callable[[RankFailure], str]
 class EmergencySave(FailureResponse):
     """Runs the emergency save of one rank, at most once. Thread-safe.
 
-    Attributes:
-        saved: a sentence on the outcome of the save; empty before the save, and if there was nothing to save.
+    ``saved``: a sentence on the outcome of the save; empty before the save, and if there was nothing to save.
     """
 
     def __init__(self, store: RunStore, rank: int, world_size: int, timeout_s: float) -> None:

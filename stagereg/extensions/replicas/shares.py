@@ -65,9 +65,8 @@ class ReplicaShards(ReplicaSharding):
     writes, so all ranks decide identically. A rank that already knows its shard while it stages copies only the shard.
     Otherwise it stages the whole state, and slices the copy before the write.
 
-    Args:
-        every: the ranks compare tensors in every ``every``-th save; with 0, only in the first save.
-        share: whether replicated tensors are sharded.
+    ``every``: the ranks compare tensors in every ``every``-th save; with 0, only in the first save. ``share``: whether
+    replicated tensors are sharded.
     """
 
     def __init__(self, every: int, share: bool) -> None:
@@ -95,9 +94,8 @@ class ReplicaShards(ReplicaSharding):
     def expect_not_compared(self, found_in: int, names: Iterable[tuple[int, str]]) -> None:
         """Raise ``RankMismatchError`` if other ranks already compared a value that is new on a rank. Called on rank 0.
 
-        Args:
-            found_in: the number of the save in which the ranks compared.
-            names: pairs of a rank and the dotted name of a value that is new on the rank.
+        ``found_in``: the number of the save in which the ranks compared. ``names``: pairs of a rank and the dotted name
+        of a value that is new on the rank.
         """
         number, compared = self._compared
         for rank, name in names:

@@ -40,10 +40,8 @@ class CopyThread:
     """Copies the parts of one process to peer machines. The saver thread calls the methods, which do not raise.
 
     ``connect`` opens a connection to the machine with a given name. ``folder`` records which machines have acknowledged
-    a part. ``copies`` is the number of peer copies of each part.
-
-    Attributes:
-        copied: whether the newest part of this rank has all its peer copies. True before the first part is submitted.
+    a part. ``copies`` is the number of peer copies of each part. ``copied``: whether the newest part of this rank has
+    all its peer copies. True before the first part is submitted.
     """
 
     def __init__(self, connect: Callable[[str], Peer], folder: MachineFolder, copies: int) -> None:

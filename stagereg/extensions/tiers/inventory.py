@@ -115,9 +115,7 @@ class TierStep(NamedTuple):
 def steps(reports: Mapping[str, Sequence[ReportedPart]], lineage: Lineage) -> tuple[list[TierStep], list[str]]:
     """Return the complete and valid steps, newest first, and for each other step a line why it is unusable.
 
-    Args:
-        reports: the parts that each machine reports, by the name of the machine.
-        lineage: the branches of the run.
+    ``reports``: the parts that each machine reports, by the name of the machine. ``lineage``: the branches of the run.
     """
     found: dict[SaveId, dict[int, dict[ReportedPart, list[str]]]] = defaultdict(lambda: defaultdict(dict))
     for machine, reported in reports.items():

@@ -25,11 +25,8 @@ _ANSWER_S = 30.0  # seconds to wait for an answer of the server, including its d
 class Peer:
     """A connection to a :class:`.PartServer`, opened at the first use. Only :meth:`close` is thread-safe.
 
-    ``secret`` is the secret of the run.
-
-    Raises:
-        OSError: in any method, if the server does not answer, is not a process of this run, or stops.
-        CheckpointError: in any method, if the server rejects the request; the message contains the reason.
+    ``secret`` is the secret of the run. Each method raises ``OSError`` if the server does not answer, is not a process
+    of this run, or stops; and ``CheckpointError``, with the reason in the message, if the server rejects the request.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -85,8 +82,7 @@ class Peer:
     def put(self, part: Part, directory: str) -> None:
         """Send a part from the files in ``directory``. Return after the other machine has verified and committed it.
 
-        Raises:
-            CheckpointError: the other machine rejects the part, for example because its disk is full.
+        Raises: ``CheckpointError`` if the other machine rejects the part, for example because its disk is full.
         """
         with self._ending():
             control = self._link(0)

@@ -85,8 +85,7 @@ def _candidate(path: str, step: TierStep) -> Candidate:
 class TierFiles(CheckpointFiles):
     """The files of one step. Raises: ``CheckpointError`` if no machine has the index of the step.
 
-    Attributes:
-        reader: the block reader, which stays open until these files are closed.
+    ``reader``: the block reader, which stays open until these files are closed.
     """
 
     def __init__(self, path: str, reader: StepReader) -> None:

@@ -26,9 +26,7 @@ _log = logging.getLogger(__name__)
 class Tiering(CheckpointExtension):
     """Adds a local tier to one checkpointer. :meth:`targets` raises the errors of :class:`.LocalTier`.
 
-    Args:
-        tier: the tier of the config.
-        schedule: selects the steps to save in the tier.
+    ``tier`` is the tier of the config. ``schedule`` selects the steps to save in the tier.
     """
 
     name = "tiers"
