@@ -52,14 +52,9 @@ class Step(NamedTuple):
 class DeviceCopy:
     """Copies from one accelerator into the block ``view``. Construct it while the caller's stream is current.
 
-    Args:
-        view: the block, from its first byte.
-        sources: sorted by offset.
-        packed: views with gaps.
-        piece_bytes: maximum bytes that one of the :attr:`steps` queues from one source. None: no maximum.
-
-    Attributes:
-        steps: the copies. Any thread may queue a step; all steps must be queued with the same stream current.
+    ``sources`` are sorted by offset. ``packed`` are views with gaps. ``piece_bytes``: maximum bytes that one of the
+    ``steps`` queues from one source; None: no maximum. ``steps``: the copies. Any thread may queue a step; all steps
+    must be queued with the same stream current.
     """
 
     def __init__(

@@ -197,11 +197,9 @@ def _can_hold(hint: Any, anything: bool) -> bool:
 def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]) -> Any:
     """Convert a config value to the argument that a component receives. A dataclass becomes a :class:`Call`.
 
-    Args:
-        path: the key path of the value in the config, for messages.
-        value: the value in the config, or an object that the program passed.
-        hint: the annotation of the parameter.
-        build: converts a nested component. Called with the key path, the config node, and the annotation.
+    ``path``: the key path of the value in the config, for messages. ``value``: the value in the config, or an object
+    that the program passed. ``hint``: the annotation of the parameter. ``build`` converts a nested component; it is
+    called with the key path, the config node, and the annotation.
     """
     inner = functools.partial(from_config, build=build)
     plain, arguments = _parts(hint)

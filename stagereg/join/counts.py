@@ -45,10 +45,8 @@ class Given(NamedTuple):
 class SampleCounter:
     """Counts the batches that one rank receives in a join, and checks the program's ``n`` against the counts.
 
-    Attributes:
-        given: the counts of all batches so far.
-        is_empty: whether the last batch is empty.
-        kept: the nonzero numbers in the last empty batch, by path. They come from a batch with samples.
+    ``given``: the counts of all batches so far. ``is_empty``: whether the last batch is empty. ``kept``: the nonzero
+    numbers in the last empty batch, by path. They come from a batch with samples.
     """
 
     def __init__(self) -> None:

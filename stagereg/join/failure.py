@@ -67,11 +67,9 @@ class FailureDetector:
     or if a collective fails, the rank reads all statuses twice. Ranks without a new status in between have failed. The
     thread measures time by its own iterations, because this process may be suspended too.
 
-    Args:
-        group: the process group of the participating ranks.
-        timeout_s: seconds that a rank may keep other ranks waiting, and within which a silent rank is found.
-        name: equal on all ranks, unique among the joins of the job.
-        step, elsewhere, progress: functions that return this rank's value of the field in :class:`RankStatus`.
+    ``timeout_s``: seconds that a rank may keep other ranks waiting, and within which a silent rank is found. ``name``:
+    equal on all ranks, unique among the joins of the job. ``step``, ``elsewhere`` and ``progress`` return this rank's
+    value of the field in :class:`RankStatus`.
     """
 
     def __init__(

@@ -17,10 +17,9 @@ from stagereg.errors import JoinError
 class ModelOrder:
     """The order of the models in the steps of one rank with data, in a plain loop.
 
-    Args:
-        models: the joinables that reduce gradients, in the order of the list, by the name that messages print.
-        step: returns the number of the last announced step.
-        all_are_active: returns whether all ranks take part in the last announced step; may wait for other ranks.
+    ``models``: the joinables that reduce gradients, in the order of the list, by the name that messages print. ``step``
+    returns the number of the last announced step. ``all_are_active`` returns whether all ranks take part in that step,
+    and may wait for other ranks.
     """
 
     def __init__(self, models: Mapping[str, Any], step: Callable[[], int], all_are_active: Callable[[], bool]) -> None:

@@ -123,9 +123,8 @@ def _sampler_of(samples: Sequence[tuple[Region, int]], base: int | None) -> Call
 class Pace(NamedTuple):
     """How copies from an accelerator are queued while training continues. A write to the source ends the delays.
 
-    Attributes:
-        piece_bytes: queue at most this many bytes, and the next bytes when these are copied. None: queue all at once.
-        bytes_per_s: maximum rate, for pieces. None: the rate of the link.
+    ``piece_bytes``: queue at most this many bytes, and the next bytes when these are copied. None: queue all at once.
+    ``bytes_per_s``: maximum rate, for pieces. None: the rate of the link.
     """
 
     piece_bytes: int | None = None
@@ -138,12 +137,9 @@ UNPACED = Pace()
 class DeferredCopy:
     """The deferred part of a copy. Copies the content that the source has at the time of construction.
 
-    Args:
-        pending: the whole copy.
-        split: the regions that are copied later.
-        events: one event per device, recorded after the copies that are already queued.
-        thorough: whether to detect writes by comparing every byte in host memory, not by version counters and samples.
-        pace: how to delay the copies from accelerators.
+    ``pending``: the whole copy. ``split``: the regions that are copied later. ``events``: one event per device,
+    recorded after the copies that are already queued. ``thorough``: whether to detect writes by comparing every byte in
+    host memory, not by version counters and samples. ``pace``: how to delay the copies from accelerators.
     """
 
     def __init__(

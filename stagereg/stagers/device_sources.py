@@ -26,13 +26,9 @@ _WIDTH = 1024  # 64-bit integers in a row of a digest's table
 class DeviceSources:
     """The regions to copy from one accelerator. The copy gets their content at the time of construction.
 
-    Args:
-        pending: the whole copy.
-        regions: regions of its layout, all on the same accelerator. The caller's stream must be current.
-        piece_bytes: see :class:`.DeviceCopy`.
-
-    Attributes:
-        steps: the copies, for a stream that waits for the caller's stream.
+    ``pending``: the whole copy. ``regions``: regions of its layout, all on the same accelerator. The caller's stream
+    must be current. ``piece_bytes``: see :class:`.DeviceCopy`. ``steps``: the copies, for a stream that waits for the
+    caller's stream.
     """
 
     def __init__(self, pending: PendingCopy, regions: Sequence[Region], piece_bytes: int | None) -> None:

@@ -40,10 +40,8 @@ _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
 class TensorResult(WriteResult):
     """The result of ``write_data`` for a tensor. Unlike torch's ``WriteResult``, it has the offset of the bytes.
 
-    Attributes:
-        content: the offset of the shard's first element in the file ``storage_data.relative_path``. The other elements
-            follow without gaps.
-        stride: the strides of the elements, as in ``Tensor.stride``; None for row-major order.
+    ``content``: the offset of the shard's first element in the file ``storage_data.relative_path``. The other elements
+    follow without gaps. ``stride``: the strides of the elements, as in ``Tensor.stride``; None for row-major order.
     """
 
     content: int
@@ -83,17 +81,10 @@ class Stored(NamedTuple):
 
 
 class Index:
-    """The validated index of a checkpoint.
+    """The validated index of a checkpoint. The constructor raises an exception of any class if the content is invalid.
 
-    Args:
-        content: the parsed ``index.json``.
-        sizes: the sizes of the checkpoint's files in bytes, by name, from the manifest.
-
-    Attributes:
-        state: the structure of each entry, for :func:`.encoding.decode`.
-
-    Raises:
-        Exception: an exception of any class, if the content is invalid.
+    ``content``: the parsed ``index.json``. ``sizes``: the sizes of the checkpoint's files in bytes, by name, from the
+    manifest. ``state``: the structure of each entry, for :func:`.encoding.decode`.
     """
 
     def __init__(self, content: Any, sizes: Mapping[str, int]) -> None:

@@ -175,7 +175,8 @@ def load(name: str, data: bytes | bytearray) -> Any:
     """Return the object that ``torch.save`` wrote as ``data``. Raises: ``CheckpointError`` if torch rejects it."""
     found: Mapping[str, memoryview] = {}
     try:
-        return _read(records(data))
+        found = records(data)
+        return _read(found)
     except Exception as error:
         own = isinstance(error, CheckpointError) or not found
         why = f"{error}." if own else _refusal(found, error, "If you trust who wrote it, allow")

@@ -28,12 +28,8 @@ _UNREAD = 0xA5  # byte that fills memory before a read
 def read_back(storage: Storage, path: str, index: bytes, sizes: Mapping[str, int], crcs: Mapping[Written, int]) -> None:
     """Raise ``CheckpointError`` if ``storage`` does not read back the values that it wrote.
 
-    Args:
-        storage: the storage that wrote the files.
-        path: the directory with the files of the uncommitted checkpoint.
-        index: the content of the index file.
-        sizes: file sizes in bytes, by name.
-        crcs: the CRC-32 of each value that a rank passed to the storage.
+    ``path``: the directory with the files of the uncommitted checkpoint. ``index``: the content of the index file.
+    ``sizes``: file sizes in bytes, by name. ``crcs``: the CRC-32 of each value that a rank passed to the storage.
     """
     reads = getattr(storage, "wraps", None) or storage
     with _Files(path, Index.loads(index, sizes), reads) as files:

@@ -59,12 +59,10 @@ class RankEntries:
 class EntryMerger:
     """Merges the encoded values of all ranks in one save. Used on rank 0.
 
-    Args:
-        digests: the digests of each rank, by entry.
-        order: the ranks by descending precedence. A replicated structure is requested from the first rank that has it.
-        stale: the ranks that have left their training loop, so their values are outdated.
-        before: the structures of the previous save, by entry and digest.
-        numbers: for each rank, its number in the checkpoint. By default the rank itself.
+    ``digests``: the digests of each rank, by entry. ``order``: the ranks by descending precedence; a replicated
+    structure is requested from the first rank that has it. ``stale``: the ranks that have left their training loop, so
+    their values are outdated. ``before``: the structures of the previous save, by entry and digest. ``numbers``: for
+    each rank, its number in the checkpoint; by default the rank itself.
     """
 
     def __init__(

@@ -328,11 +328,8 @@ class RankGroup:
             failing: the beginning of the error message, such as ``"Step 100 was not saved"``.
             act: the action of this rank, which must not be collective itself.
             answer: called on rank 0 if no rank has failed, with the results of ``act`` in rank order; returns one item
-                for each rank.
+                for each rank, which is then the result there.
             limit: how long to wait for the other ranks. ``None`` waits as long as the other ranks are alive.
-
-        Returns:
-            The item of the list from ``answer`` that belongs to this rank.
 
         Raises:
             CheckpointError: on every rank, with the failed ranks and their errors. ``__cause__`` is this rank's error,

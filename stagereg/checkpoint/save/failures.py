@@ -24,11 +24,9 @@ that is retried in one process has a checkpointer for each attempt."""
 class Failures:
     """The failures of one checkpointer on this rank.
 
-    Args:
-        warns: whether failures are logged instead of raised.
-        first: whether this rank logs the events that concern all ranks.
-        describe_newest: returns a sentence about the newest valid checkpoint.
-        where: the directory of the saves. The next save to it clears the failure of an earlier checkpointer.
+    ``warns``: whether failures are logged instead of raised. ``first``: whether this rank logs the events that concern
+    all ranks. ``describe_newest`` returns a sentence about the newest valid checkpoint. ``where``: the directory of the
+    saves. The next save to it clears the failure of an earlier checkpointer.
     """
 
     def __init__(self, warns: bool, first: bool, describe_newest: Callable[[], str], where: str = "") -> None:

@@ -48,12 +48,10 @@ class SaveThread:
     The training thread calls the methods; so does the shutdown of the process, which may run at the same time. In a
     forked child, the thread does not exist, and no save is in progress.
 
-    Args:
-        target: receives the saves. Its schedule gets the age of each saved state when the checkpoint is complete.
-        timeout: the timeout of one save, from the end of the previous save.
-        warns: whether failures are logged instead of raised.
-        retake: repeats discarded saves. If it is ``None``, a discarded save is an error.
-        nearer: the threads of the targets before this one; messages also name their newest checkpoints.
+    ``target`` receives the saves. Its schedule gets the age of each saved state when the checkpoint is complete.
+    ``timeout``: the timeout of one save, from the end of the previous save. ``warns``: whether failures are logged
+    instead of raised. ``retake`` repeats discarded saves; if it is ``None``, a discarded save is an error. ``nearer``:
+    the threads of the targets before this one; messages also name their newest checkpoints.
     """
 
     def __init__(

@@ -150,12 +150,10 @@ class Saver:
         return self.targets_of(step) == self._everywhere
 
     def save(self, step: int, targets: Sequence[int] | None = None, follows: bool = False) -> None:
-        """Stage the state and submit the copy to the threads of the targets.
+        """Stage the state of ``step`` and submit the copy to the threads of the targets.
 
-        Args:
-            step: the step of the state.
-            targets: the numbers of the targets, all by default; the same on all ranks.
-            follows: whether this rank has left its loop, and saves because other ranks do.
+        ``targets``: the numbers of the targets, all by default; the same on all ranks. ``follows``: whether this rank
+        has left its loop, and saves because other ranks do.
         """
         self.retake.confirm()
         if self._given is not None:

@@ -27,10 +27,9 @@ from stagereg.errors import CheckpointError
 class StoreTarget(SaveTarget):
     """The checkpoint directory as a save target of one checkpointer.
 
-    Args:
-        token: a random hexadecimal string of the run, in the temporary names of the run's saves.
-        fields: functions that return :class:`.Manifest` fields as a dict. Before a commit, rank 0 calls each with the
-            step, on the thread of the save.
+    ``token``: a random hexadecimal string of the run, in the temporary names of the run's saves. ``fields``: functions
+    that return :class:`.Manifest` fields as a dict. Before a commit, rank 0 calls each with the step, on the thread of
+    the save.
     """
 
     def __init__(

@@ -59,11 +59,9 @@ class NameMap:
     def origins(self, entry: str, name: str, here: str, saved: Collection[str]) -> list[str]:
         """Return the names under which a parameter of an optimizer may have been saved, the most likely first.
 
-        Args:
-            entry: the entry of the module that has the parameter; empty if no module has it.
-            name: the name of the parameter in that module.
-            here: the name in the optimizer; it begins with the entry's name if two modules have equal parameter names.
-            saved: the parameter names in the saved optimizer.
+        ``entry``: the entry of the module that has the parameter; empty if no module has it. ``name``: the name of the
+        parameter in that module. ``here``: the name in the optimizer; it begins with the entry's name if two modules
+        have equal parameter names. ``saved``: the parameter names in the saved optimizer.
         """
         if not entry:
             return [self._entries.get(name, name), name]
@@ -162,12 +160,9 @@ def advice(
 ) -> str:
     """Return a text that proposes options to restore a module with missing names; an empty text if no option fits.
 
-    Args:
-        entry: the entry of the module.
-        missing: the names in the module that were not saved.
-        rest: the saved names that the module does not have.
-        there: the saved names that the module has.
-        alike: called with a missing and a saved name; returns whether their tensors have the same shape and dtype.
+    ``missing``: the names in the module of ``entry`` that were not saved. ``rest``: the saved names that the module
+    does not have. ``there``: the saved names that it has. ``alike``: called with a missing and a saved name; returns
+    whether their tensors have the same shape and dtype.
     """
     left, renames, new = set(rest), {}, []
     whole_module = {_before(name, missing[0]) for name in rest} - {None} if missing and not there else ()

@@ -27,10 +27,8 @@ _NUMBERS = (int, float, bool, type(None))
 def notes_of(states: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], whole: Any) -> dict[str, Any]:
     """Return the notes on the tensors of an optimizer, by kind and dotted path; empty if no notes are needed.
 
-    Args:
-        states: the states of the parameters, by name.
-        parameters: the parameters, by name.
-        whole: the other values of the entry. Their notes have only strides.
+    ``states``: the states of the ``parameters``, by name. ``whole``: the other values of the entry. Their notes have
+    only strides.
     """
     notes: dict[str, dict[str, Any]] = {_DTYPES: {}, _STRIDES: {}, _PLACED: {}}
     for name, state in states.items():

@@ -45,11 +45,8 @@ _held: dict[str, Owner] = {}  # locks that this process holds or is acquiring, b
 class Owner:
     """The owner of a directory lock, as recorded in the lock file.
 
-    Attributes:
-        pid: the process ID; 0 if unknown.
-        host: the host name of the machine.
-        since: the time of locking, in seconds since the epoch.
-        command: the command line, shortened.
+    ``pid``: the process ID; 0 if unknown. ``host``: the host name of the machine. ``since``: the time of locking, in
+    seconds since the epoch. ``command``: the command line, shortened.
     """
 
     pid: int = 0

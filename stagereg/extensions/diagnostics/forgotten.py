@@ -75,10 +75,8 @@ class ForgottenObjects:
     def look(self, state: _State, captured: _State, others: Iterable[_State | None]) -> None:
         """Search for objects that are missing from a save.
 
-        Args:
-            state: the state of the save.
-            captured: the entries of the state that are staged.
-            others: the states of other checkpointers, which may save optimizers of this state's parameters.
+        ``state``: the state of the save. ``captured``: the entries of the state that are staged. ``others``: the states
+        of other checkpointers, which may save optimizers of this state's parameters.
         """
         self._report()
         self._saves += 1

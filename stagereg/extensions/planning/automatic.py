@@ -38,10 +38,8 @@ _SAVES = 5  # number of the newest saves in a plan; the plan adapts to a slower 
 class Automatic(Schedule):
     """A save schedule whose interval minimizes the lost time. :class:`.Schedule` documents the methods.
 
-    Args:
-        mtbf_s: returns the mean time between failures in seconds; all ranks use the value of rank 0.
-        who: prefix for the log line, such as the name of the tier.
-        clock: returns the current time in seconds.
+    ``mtbf_s`` returns the mean time between failures in seconds; all ranks use the value of rank 0. ``who``: prefix for
+    the log line, such as the name of the tier. ``clock`` returns the current time in seconds.
     """
 
     def __init__(self, mtbf_s: Callable[[], float], who: str = "", clock: Callable[[], float] = record.now) -> None:

@@ -37,13 +37,10 @@ _log = logging.getLogger(__name__)
 class Quarantine(CheckpointExtension):
     """Counts the crashes of one run, and skips quarantined checkpoints if ``resume`` is ``"auto"``.
 
-    Args:
-        max_crashes: number of crashes at which a checkpoint is quarantined; ``None``: never.
-        locks_early: whether the run holds the lock of its directory from the start.
-        leads: returns whether this rank is the lowest rank of its machine; used if each machine has a record.
-
-    Attributes:
-        crashed: whether this run counts as crashed, even if the process continues.
+    ``max_crashes``: number of crashes at which a checkpoint is quarantined; ``None``: never. ``locks_early``: whether
+    the run holds the lock of its directory from the start. ``leads`` returns whether this rank is the lowest rank of
+    its machine; used if each machine has a record. ``crashed``: whether this run counts as crashed, even if the process
+    continues.
     """
 
     name = "quarantine"

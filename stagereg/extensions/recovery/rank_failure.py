@@ -34,11 +34,9 @@ _NOT_SAVED = "The surviving ranks did not save: "
 class RankFailure:
     """The arguments of an emergency save on each surviving rank.
 
-    Attributes:
-        store: torch's rendezvous store, through which the surviving ranks coordinate (:func:`connect`).
-        failed: returns the ranks that have failed so far, as :meth:`EmergencySave.failed_ranks`.
-        timeout_s: maximum seconds until a further failure is detected.
-        until: deadline at which this rank exits, by ``time.monotonic``.
+    ``store``: torch's rendezvous store, through which the surviving ranks coordinate (:func:`connect`). ``failed``
+    returns the ranks that have failed so far, as :meth:`EmergencySave.failed_ranks`. ``timeout_s``: maximum seconds
+    until a further failure is detected. ``until``: deadline at which this rank exits, by ``time.monotonic``.
     """
 
     rank: int

@@ -62,10 +62,9 @@ class CopyThread:
     def submit(self, part: Part, directory: str, machines: Sequence[str], have: Sequence[str] | None = None) -> None:
         """Queue a part for copying, and return immediately.
 
-        Args:
-            part: a part that is complete on this machine, with its files in ``directory``.
-            machines: the candidate machines, the preferred ones first.
-            have: ``None`` for a new part of this rank. To replace lost copies, the machines that still have a copy.
+        ``part``: a part that is complete on this machine, with its files in ``directory``. ``machines``: the candidate
+        machines, the preferred ones first. ``have``: ``None`` for a new part of this rank. To replace lost copies, the
+        machines that still have a copy.
         """
         copying = _Copying(part, directory, machines, have)
         with self._changed:

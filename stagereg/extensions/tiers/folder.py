@@ -42,12 +42,9 @@ _MANIFEST_BYTES = 1 << 28  # maximum size of a part's manifest, which has about 
 class MachineFolder:
     """The folder of one run on this machine, which stores parts. Methods raise ``OSError`` if an operation fails.
 
-    Other users may be able to rename the folder, so each file is read only if this user owns the file.
-
-    Args:
-        root: the folder of the tier, which all runs share.
-        run: the ID of the run.
-        durable: whether files are flushed and survive a reboot. If not, saves from before a reboot are deleted.
+    Other users may be able to rename the folder, so each file is read only if this user owns the file. ``root``: the
+    folder of the tier, which all runs share. ``run``: the ID of the run. ``durable``: whether files are flushed and
+    survive a reboot. If not, saves from before a reboot are deleted.
     """
 
     def __init__(self, root: str, run: str, durable: bool) -> None:

@@ -42,13 +42,8 @@ class PartServer:
     A connection without the secret of the run is closed within five seconds, and uses one thread until then.
 
     ``durable``: whether received parts are flushed before they are acknowledged. ``room(nbytes)``, called on any
-    thread, returns why ``nbytes`` bytes do not fit on this machine; an empty string if they fit.
-
-    Attributes:
-        address: host and port of the server for other machines.
-
-    Raises:
-        OSError: the server cannot listen.
+    thread, returns why ``nbytes`` bytes do not fit on this machine; an empty string if they fit. ``address``: host and
+    port of the server for other machines. The constructor raises ``OSError`` if the server cannot listen.
     """
 
     def __init__(self, folder: MachineFolder, secret: bytes, durable: bool, room: Callable[[int], str]) -> None:
@@ -152,11 +147,8 @@ class IncomingPart:
 
     Each transfer uses a separate hidden folder, so concurrent and failed transfers of a part do not conflict.
     ``durable``: whether the files are flushed before the commit. Any method may raise ``OSError``, such as disk full.
-
-    Attributes:
-        token: identifies the part; only its sender has the token.
-        left: number of bytes that have not arrived.
-        touched: time of the last arrival of bytes, by ``time.monotonic``.
+    ``token``: identifies the part; only its sender has the token. ``left``: number of bytes that have not arrived.
+    ``touched``: time of the last arrival of bytes, by ``time.monotonic``.
     """
 
     def __init__(self, part: Part, folder: MachineFolder, durable: bool) -> None:
