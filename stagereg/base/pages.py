@@ -41,19 +41,11 @@ _NO_DEVICE = 127  # more than the index of any device
 class Block:
     """One block of host memory, in whole pages, pre-faulted by ``threads``. A forked child does not get the block.
 
-    Args:
-        nbytes: the size, which is rounded up to whole pages.
-        pin: whether to page-lock the memory. If this fails, the block is usable nevertheless.
-        threads: number of threads that pre-fault pages.
-        check: called before each piece. If it raises an error, the constructor frees the memory and raises the error.
-
-    Attributes:
-        nbytes: the size in bytes, a multiple of 4096.
-        locked: the number of bytes, from the start of the block, that are page-locked.
-        refusal: why the rest is not page-locked although ``pin`` is true; otherwise empty.
-
-    Raises:
-        StagingError: the memory cannot be allocated.
+    ``nbytes`` is rounded up to whole pages. ``pin``: whether to page-lock the memory. If this fails, the block is
+    usable nevertheless. ``check`` is called before each piece. If it raises an error, the constructor frees the memory
+    and raises the error. ``locked``: the number of bytes, from the start of the block, that are page-locked.
+    ``refusal``: why the rest is not page-locked although ``pin`` is true; otherwise empty. Raises: ``StagingError`` if
+    the memory cannot be allocated.
     """
 
     _private: PrivateMemory | None = None  # the memory, if it can be hidden from a forked child

@@ -76,6 +76,7 @@ class Pool:
 
     The pool retains unused blocks, the largest first, up to ``max_in_flight`` times the size of one copy. Only one
     thread at a time may call :meth:`lease` and :meth:`prepare`. :meth:`release` and :meth:`close` are thread-safe.
+    ``readers_release``: whether the reader declared that it will :meth:`release` its copies; initially False.
 
     Args:
         max_in_flight: number of leases from which on :meth:`lease` waits; None: unlimited.
@@ -84,9 +85,6 @@ class Pool:
         pin: whether to page-lock the memory; None: if an accelerator is available. If this fails, the rest of the
             memory is pageable. The pool logs the first such failure.
         threads: number of threads that pre-fault new pages.
-
-    Attributes:
-        readers_release: whether the reader declared that it will :meth:`release` its copies; initially False.
     """
 
     def __init__(

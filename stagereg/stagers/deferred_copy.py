@@ -173,12 +173,9 @@ class DeferredCopy:
     def run(self) -> list[int]:
         """Copy the remaining pieces. Called once, on a background thread.
 
-        Returns:
-            The indices of the source tensors that were written, freed or resized before they were copied. Unless this
-            list is empty, the copy is unusable.
-
-        Raises:
-            StagingError: a source on an accelerator was freed or resized before its copy was queued.
+        Return the indices of the source tensors that were written, freed or resized before they were copied. Unless
+        this list is empty, the copy is unusable. Raises: ``StagingError`` if a source on an accelerator was freed or
+        resized before its copy was queued.
         """
         try:
             self._finish()

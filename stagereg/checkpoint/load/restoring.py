@@ -40,13 +40,9 @@ def restore(asked: RestoreRequest, own: Sequence[RestoreExtension], ready: Calla
     With ``"auto"`` a corrupt checkpoint is skipped with a warning before any object changes. With ``read="once"``
     objects may have changed, and the next candidate overwrites all values from the corrupt checkpoint.
 
-    Args:
-        asked: which checkpoint to restore, into which state, and with which options.
-        own: the extensions of the checkpointer; installed extensions without options are called before these.
-        ready: called first, on each rank. If the call raises an exception on one rank, no rank restores.
-
-    Returns:
-        The restored checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is no checkpoint.
+    ``own``: the extensions of the checkpointer; installed extensions without options are called before these. ``ready``
+    is called first, on each rank. If the call raises an exception on one rank, no rank restores. The result is ``None``
+    if ``asked.resume`` is ``"auto"`` and there is no checkpoint.
 
     Raises:
         CheckpointError: on all ranks. The checkpoint is missing or corrupt; ``"auto"`` found only invalid checkpoints;

@@ -102,12 +102,9 @@ class _RankFiles(NamedTuple):
 def write_and_commit(write: Write, cache: ExchangeCache) -> tuple[float, int] | None:
     """Write a copy to a target and commit the checkpoint. Collective. Called on the thread of the target.
 
-    Returns:
-        The time when all ranks had staged (``record.now``), and the size of this rank's files in bytes. ``None`` if the
-            target skips the save, or if the save to an optional target has failed.
-
-    Raises:
-        CheckpointError: on all ranks, if the write failed on any.
+    Return the time when all ranks had staged (``record.now``), and the size of this rank's files in bytes; ``None`` if
+    the target skips the save, or if the save to an optional target has failed. Raises: ``CheckpointError`` on all ranks
+    if the write failed on any.
     """
     copy, target, done = write.copy, write.target, None
     try:

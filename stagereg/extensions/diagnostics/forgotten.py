@@ -255,13 +255,10 @@ class GivenSteps:
         self._warns = True
 
     def look(self, step: int, every: int | None, saved: int | None, stepped: bool) -> None:
-        """Check one call of ``maybe_save``.
+        """Check the call of ``maybe_save`` for ``step``.
 
-        Args:
-            step: the step number of the call.
-            every: the number whose multiples are saved; ``None`` if saves do not depend on step numbers.
-            saved: the last saved step.
-            stepped: whether an optimizer has stepped since the previous call.
+        ``every``: the number whose multiples are saved; ``None`` if saves do not depend on step numbers. ``saved``: the
+        last saved step. ``stepped``: whether an optimizer has stepped since the previous call.
         """
         last, self._last = self._last, step
         if step == last:
