@@ -6,6 +6,7 @@ from stagereg import registry as registry
 from stagereg import testing as testing
 from stagereg.assembly import Checkpointer as Checkpointer
 from stagereg.assembly import Preemption as Preemption
+from stagereg.assembly import Prove as Prove
 from stagereg.assembly import Replicas as Replicas
 from stagereg.base.record import log as log
 from stagereg.base.sizes import ByteSize as ByteSize

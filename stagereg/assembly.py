@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -78,6 +78,24 @@ class Preemption:
             expect_duration("preemption.grace_period", self.grace_period)
 
 
+@dataclass(frozen=True)
+class Prove:
+    """The record of steps with which ``stagereg prove`` checks whether a resumed run continues like this run.
+
+    Args:
+        steps: for this number of steps after each save, record digests of the batches, random numbers, gradients,
+            parameters, buffers, optimizer state and schedules of each rank. 0: record nothing.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(0, option("checkpoint.prove.steps"), self.steps)
+
+
 @register("checkpoint", "default")
 class Checkpointer(core.Checkpointer):
     """Saves the state of a training run without stopping it, and restores the run.
@@ -113,6 +131,7 @@ class Checkpointer(core.Checkpointer):
         failure: timeouts, and the reaction to failed saves: :class:`stagereg.Failure`.
         replicas: how replicated tensors are saved: :class:`stagereg.Replicas`.
         preemption: the reaction to SIGTERM and SIGUSR1: :class:`stagereg.Preemption`.
+        prove: the record of steps for ``stagereg prove``: :class:`stagereg.Prove`.
         tier: a local tier, which keeps copies on the machines that train, in memory or on disk, and is saved to more
             often: a component of the kind ``tier`` or its name; ``None``: no tier. docs/tiers.md lists the failures
             that its copies survive.
@@ -146,7 +165,7 @@ class Checkpointer(core.Checkpointer):
     @staticmethod
     def check_options(given: Mapping[str, Any]) -> None:
         """Check options by name before anything is constructed. Options that are not known yet may be missing."""
-        options.check_all(given, {"replicas": Replicas, "preemption": Preemption})
+        options.check_all(given, {"replicas": Replicas, "preemption": Preemption, "prove": Prove})
 
     @suggests_arguments
     def __init__(
@@ -162,18 +181,24 @@ class Checkpointer(core.Checkpointer):
         failure: Failure = Failure(),  # noqa: B008
         replicas: Replicas = Replicas(),
         preemption: Preemption = Preemption(),
+        prove: Prove = Prove(),
         save_last: bool = True,
         enable: bool = True,
         on_commit: Any = None,
         tier: Tier | str | None = None,
     ) -> None:
         constructed("checkpoint")
+        observer = _observer(prove)
+        self._reads_only = observer is not None and observer.reads_only
+        if self._reads_only:  # `stagereg prove` has started this program
+            dir, resume = observer.replaced(dir, resume)
+            save_last, enable, on_commit, tier, preemption = False, True, None, None, Preemption(None)
         chosen = _tier(tier)
         notes = _notes(chosen) if dir is None else None
         place = dir if dir is not None else chosen.dir
         groups = {"restore": restore, "failure": failure, "replicas": replicas, "preemption": preemption}
         alone = {"dir": notes or place, "every": every, "keep": keep, "resume": resume, "save_last": save_last}
-        self.check_options({**alone, **groups})
+        self.check_options({**alone, **groups, "prove": prove})
         copier: AsyncStager = options.component("stager", stager, "overlapped")
         if on_commit is not None:
             _needs("callbacks", option("checkpoint.on_commit"))
@@ -189,16 +214,20 @@ class Checkpointer(core.Checkpointer):
             _made("goodput", "starts.StartPhases"),
             _made("diagnostics", "checks.Diagnostics", restore.cast, copier),
             _made("retention", "logged_metrics.LoggedMetrics"),
-            _made("recovery", "emergency_saver.EmergencySaver"),
-            *(self._calls, self._preemption, tiering, self._quarantine),
+            None if self._reads_only else _made("recovery", "emergency_saver.EmergencySaver"),
+            *(self._calls, self._preemption, tiering, self._quarantine, observer),
         ]
         sharding = _made("replicas", "shares.ReplicaShards", replicas.verify_every, replicas.share)
         schedule = _schedule("checkpoint.every", every, failure, in_tier=False)
         super().__init__(
             *(place, schedule, keep, resume, copier, storage, process_group, restore, failure),
             *(save_last, enable, [each for each in extensions if each is not None], sharding, notes),
-            compared={"replicas": replicas, "preemption": preemption},
+            compared={"replicas": replicas, "preemption": preemption, "prove": prove},
         )
+
+    def save(self, step: int, state: MutableMapping[str, Any], everywhere: bool = False) -> None:
+        if not self._reads_only:
+            super().save(step, state, everywhere)
 
     @property
     def preemption(self) -> PreemptionConsensus | None:
@@ -216,6 +245,13 @@ def _made(extension: str, name: str, *arguments: Any) -> Any:
         return None
     module, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(f"stagereg.extensions.{extension}.{module}"), kind)(*arguments)
+
+
+def _observer(prove: Any) -> Any:
+    steps = getattr(prove, "steps", 0)  # the constructor checks the type later
+    if steps:
+        _needs("prove", option("checkpoint.prove.steps", steps))
+    return _made("prove", "recording.observer", steps)
 
 
 def _tiering(tier: Any, failure: Failure) -> Any:

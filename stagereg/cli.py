@@ -35,6 +35,7 @@ BUILT_IN = {
     "report": "stagereg.commands.reporting",
     "ls": "stagereg.commands.inventory",
     "verify": "stagereg.commands.inventory",
+    "prove": "stagereg.commands.proving",
     "follow": "stagereg.commands.following",
     "convert": "stagereg.commands.converting",
 }

@@ -43,17 +43,18 @@ _BUILT_IN = {
     ("storage", "torch_dcp"): "stagereg.checkpoint.storage.dcp:TorchDcpStorage",
     ("on_commit", "command"): "stagereg.extensions.callbacks.shell_command:ShellCommand",
     ("on_commit", "huggingface"): "stagereg.extensions.interop.huggingface:HuggingFaceExport",
+    ("on_commit", "prove"): "stagereg.extensions.callbacks.prove:StartProofs",
     ("on_commit", "mlflow"): "stagereg.extensions.callbacks.mlflow:MlflowArtifact",
     ("on_commit", "wandb"): "stagereg.extensions.callbacks.wandb:WandbArtifact",
     ("tier", "none"): "stagereg.config.no_tier:NoTier",
     ("tier", "memory"): "stagereg.extensions.tiers.memory:MemoryTier",
     ("tier", "disk"): "stagereg.extensions.tiers.disk:DiskTier",
     ("keep", "policy"): "stagereg.checkpoint.store.keep:Keep",
+    ("keep", "proven"): "stagereg.extensions.retention.proven:KeepProven",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.assembly:Checkpointer",
 }
-# These joinables are in the same file as their hooks.
-for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):
+for _kind in ("ddp", "fsdp2", "metrics", "module", "step", "zero"):  # each in one file with its hook
     _where = "join.kinds" if _kind in ("ddp", "module", "step") else "extensions.joinables"
     _BUILT_IN["joinable", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Joinable"
     _BUILT_IN["join_hook", _kind] = f"stagereg.{_where}.{_kind}:{_kind.title()}Hook"

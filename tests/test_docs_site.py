@@ -49,6 +49,7 @@ RUN = {
     **dict.fromkeys(
         ("plugins.md", "plugin-kinds.md"), dict.fromkeys(("console", "python", "yaml"), "test_docs_tutorials.py")
     ),
+    "prove.md": dict.fromkeys(("console", "python"), "extensions/prove/test_page.py"),
     "quickstart.md": dict.fromkeys(("console", "python"), "test_docs_pages.py"),
     "rank-failures.md": {"bash": "test_docs_pages.py"},
     "retention.md": {"python": "test_docs_pages.py"},

@@ -62,7 +62,8 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         stays += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
         lacks = each.manifest.lacks if each.manifest is not None else ""
         inexact = f"not exact: lacks {lacks}" if lacks else ""
-        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), str(each), inexact)))
+        proofs = [one.verdict_of(found.store, each) for one in providers("notes")]
+        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), *proofs, str(each), inexact)))
         entries.append(_entry(each, passed) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
         unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "exact", "storage"))

@@ -27,7 +27,7 @@ from stagereg.config.resolved_tree import SWITCHES
 from stagereg.config.schema import factory_of, options
 from stagereg.errors import ConfigError, nearest
 
-KEYS = ("stager", "storage", "tier", "join", "checkpoint", "plugins", "nproc", "restarts", "heartbeat_timeout", "numa")
+KEYS = (*SWITCHES, "plugins", "nproc", "restarts", "heartbeat_timeout", "numa", "prove")
 """The keys of the config ``stagereg``."""
 _NOT_A_DEFAULT = re.compile(
     r"Could not override '([\w@./]+)'.*\n(?:Did you mean to override (\S+)\?\n)?"

@@ -60,7 +60,12 @@ def test_tab_completes_groups_options_and_fields_without_torch(app: App) -> None
     assert option == ["stager=theirs"]
     assert set(field) == {"stager.slots="}
     assert of_another == ["stager.path="]
-    assert {each.rpartition("=")[2] for each in kept} == {"newest", "best", "policy"}  # presets and components
+    assert {each.rpartition("=")[2] for each in kept} == {
+        "newest",
+        "best",
+        "policy",
+        "proven",
+    }  # presets and components
 
 
 PARTS = """

@@ -1,0 +1,55 @@
+"""The files ``proofs/step-N.json`` and ``proofs/step-N.rankR.json`` in a checkpoint directory.
+
+Each rank writes its snapshots of the steps after a save. Rank 0 writes the file without a rank when the checkpoint is
+committed and its steps are over. ``stagereg prove`` adds the verdict to that file.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stagereg.checkpoint.format.damage import VerificationResult
+from stagereg.checkpoint.format.manifest import Checkpoint, step_name, step_within
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.errors import MALFORMED, printable
+
+PROVEN, REFUTED, NOT_TRIED = "proven", "refuted", "not tried"
+_FOLDER = "proofs"
+
+
+def write(store: CheckpointStore, step: int, content: dict[str, Any], rank: int | None = None) -> None:
+    """Write the file of a step, or the file of one rank. Raises ``OSError``."""
+    folder = f"{store.root}/{_FOLDER}"
+    store.backend.make(folder)
+    store.backend.write(f"{folder}/{_name(step, rank)}", json.dumps(content).encode())
+
+
+def read(store: CheckpointStore, checkpoint: Checkpoint, rank: int | None = None) -> dict[str, Any]:
+    """Read a file; an empty dict if it is missing or invalid, or belongs to an earlier save of the same step."""
+    try:
+        found = json.loads(store.backend.read(f"{store.root}/{_FOLDER}/{_name(checkpoint.manifest.step, rank)}"))
+        return dict(found) if rank is not None or found["key"] == checkpoint.key else {}
+    except (OSError, *MALFORMED):
+        return {}
+
+
+def clear(store: CheckpointStore) -> None:
+    """Delete the files of committed steps whose checkpoints were deleted. Raises ``OSError``."""
+    names = store.backend.list(f"{store.root}/{_FOLDER}")
+    there = {step_within(name) for name in store.backend.list(store.root)}
+    gone = {step for name in names if (step := step_within(name)) not in there and name == _name(step or 0, None)}
+    for name in names:
+        if step_within(name) in gone:
+            store.backend.delete(f"{store.root}/{_FOLDER}/{name}")
+
+
+def verdict_of(store: CheckpointStore, each: VerificationResult) -> str:
+    """Return the verdict about a checkpoint for ``stagereg ls``; empty if no steps were recorded after the save."""
+    found = {} if each.checkpoint is None else read(store, each.checkpoint)
+    verdict = str(found.get("verdict", NOT_TRIED)) if found else ""
+    return printable(f"{verdict} by {found['why']}" if verdict == REFUTED else verdict, lines=False)
+
+
+def _name(step: int, rank: int | None) -> str:
+    return f"{step_name(step)}.json" if rank is None else f"{step_name(step)}.rank{rank}.json"
