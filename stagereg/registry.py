@@ -162,8 +162,7 @@ class Registry:
                 component lacks members of the protocol (the message contains the lines to add).
         """
         if callable(kind):
-            text = 'Write @stagereg.register("stager", "my_name"): the kind, and the name that users select.'
-            raise RegistryError(text)
+            raise RegistryError('Write @stagereg.register("stager", "my_name"): a kind, and the name for users.')
         _require_kind(kind)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RegistryError(f"invalid name for {with_article(kind)}: {name!r}. Use letters, digits, '_' and '-'.")
