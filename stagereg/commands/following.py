@@ -155,7 +155,7 @@ class _Follower:
             self._notes.backend.tidy()
             return hold
         except CheckpointError as error:
-            if (owner := self._notes.holder()) is None:
+            if (owner := self._notes.backend.holder()) is None:
                 raise
             raise CheckpointError(
                 f"{owner} already follows {self._store.root} under the name {self._name!r}. Stop that process, or "

@@ -50,7 +50,7 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         if (shown := extension.list_steps(asked)) is not None:
             return int(shown)
     found = located(asked.directory, empty=True, every_name=True)
-    owner, latest = found.store.holder(), found.store.latest()
+    owner, latest = found.store.backend.holder(), found.store.latest()
     crashes = {path: each for one in providers("crashes") for path, each in one.crashes_in(found.store).items()}
     kept, readers = found.store.retention.kept(), found.store.readers.found()
     entries = []

@@ -99,7 +99,7 @@ def _follow(asked: argparse.Namespace) -> list[Verdict]:
     done: dict[str, Verdict] = {}
     while True:
         found = located(asked.directory, empty=True)
-        ended = found.store.holder() is None
+        ended = found.store.backend.holder() is None
         valid = [each.checkpoint for each in newest_first(found.conditions) if each.checkpoint is not None]
         known = {each.key: notes.read(found.store, each) for each in valid if each.key not in done}
         ready = [each for each in valid if (note := known.get(each.key)) and "verdict" not in note]

@@ -120,7 +120,7 @@ class _Moment:
         self._optimizers = [weakref.ref(each) for each in optimizers]
         tensors = _tensors_of(optimizers)
         self._versions = {_identity(x): x._version for x in tensors}
-        self._sampled = [_identity(x) for x in tensors if _can_be_sampled(x)]
+        self._sampled = [_identity(x) for x in tensors if x.is_cpu and x.nbytes >= _LEAST_BYTES and x.is_contiguous()]
         self._samples = _samples(self._sampled)
 
     def optimizers(self) -> list[Optimizer]:
@@ -147,10 +147,6 @@ def _identity(x: torch.Tensor) -> _Identity:
 def _plain(x: torch.Tensor) -> list[torch.Tensor]:
     local = getattr(x, "_local_tensor", x)  # the local tensor of a DTensor
     return [local] if type(local) in (torch.Tensor, torch.nn.Parameter) else []
-
-
-def _can_be_sampled(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.nbytes >= _LEAST_BYTES and x.is_contiguous()
 
 
 def _samples(tensors: Iterable[_Identity]) -> list[bytes]:

@@ -94,7 +94,8 @@ def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param
         strides = torch.empty_like(x, device="meta").stride()  # strides without gaps and overlaps
         if strides != torch.empty(x.shape, dtype=x.dtype, device="meta").stride():
             notes[_STRIDES][path] = [*strides]
-    if isinstance(param, DTensor) and (placed := _placed(x, param)) != _guessed(x, param):
+    inferred = None if x.shape == param.shape else REPLICATED if x.ndim == param.ndim > 1 else PLAIN  # by a restore
+    if isinstance(param, DTensor) and (placed := _placed(x, param)) != inferred:
         notes[_PLACED][path] = placed
 
 
@@ -104,11 +105,6 @@ def _placed(x: torch.Tensor, param: DTensor) -> str | None:
         return PLAIN
     sharded_alike = x.shape == param.shape and any(not each.is_replicate() for each in x.placements)
     return None if sharded_alike or (x.shape == param.shape and x.placements == param.placements) else REPLICATED
-
-
-def _guessed(x: torch.Tensor, param: DTensor) -> str | None:
-    """Return the placement that a restore infers without a note (:mod:`~stagereg.checkpoint.storage.reading`)."""
-    return None if x.shape == param.shape else REPLICATED if x.ndim == param.ndim > 1 else PLAIN
 
 
 def _shown(dtype: torch.dtype) -> str:

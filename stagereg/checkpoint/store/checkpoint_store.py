@@ -24,7 +24,7 @@ from stagereg.checkpoint.store.backend import Backend
 from stagereg.checkpoint.store.failpoints import failpoint
 from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.checkpoint.store.keep import Keep, KeepRule
-from stagereg.checkpoint.store.lock import Owner, StoreLock
+from stagereg.checkpoint.store.lock import StoreLock
 from stagereg.checkpoint.store.readers import Readers
 from stagereg.checkpoint.store.retention import Retention
 from stagereg.errors import CheckpointError
@@ -116,10 +116,6 @@ class CheckpointStore:
         return conditions.leftovers(self.backend)
 
     # -- writing
-
-    def holder(self) -> Owner | None:
-        """Return the owner of the lock, or ``None`` if no run holds it. Returns immediately, without locking."""
-        return self.backend.holder()
 
     def last_serial(self) -> int:
         """Return the commit number of the newest checkpoint, even if it is corrupt; 0 without checkpoints."""

@@ -147,7 +147,7 @@ def crashes_in(store: CheckpointStore) -> dict[str, Crashes]:
 def record_in(store: CheckpointStore, holds: bool = False) -> RestoreRecord:
     """Return the record of earlier runs. Counts no crash while another, live run holds the lock."""
     record = RestoreRecord.read(store)
-    return record.counted() if record.restored and (holds or store.holder() is None) else record
+    return record.counted() if record.restored and (holds or store.backend.holder() is None) else record
 
 
 def key_of(name: str, source: str = STORE) -> str:

@@ -223,7 +223,7 @@ class _Attempt:
         until a disconnected rank would have terminated, then deletes the lock.
         """
         told = self.told
-        while (holder := store.holder()) is not None and holder.process != Owner.ourselves().process:
+        while (holder := store.backend.holder()) is not None and holder.process != Owner.ourselves().process:
             left_s = told.until - time.monotonic()
             if left_s < told.timeout_s:
                 break  # store.lock() then raises with the name of the holder
