@@ -18,9 +18,16 @@ from stagereg.extensions.prove.observing import OUTSIDE, TIED, Snapshot
 from stagereg.extensions.prove.recording import ACCUMULATED
 
 BOUND = 1e-3  # largest relative difference of a norm on another number of ranks
-_STATE = seen.SCALE, seen.SCHEDULE, seen.GRADIENT, seen.OPTIMIZER, seen.PARAMETER, seen.BUFFER, seen.LOSS, seen.VALUE
-_AT_START = seen.STEP, seen.RANDOM, seen.DATA, *_STATE  # kinds in the order in which one difference causes another
-_IN_STEPS = seen.STEP, seen.DATA, seen.RANDOM, *_STATE
+_STATE = seen.SCALE, seen.SCHEDULE, seen.GRADIENT, seen.OPTIMIZER, seen.PARAMETER, seen.BUFFER
+_REST = seen.VALUE, seen.LOSS, seen.VARIABLE
+_AT_START = (
+    seen.STEP,
+    seen.RANDOM,
+    seen.DATA,
+    *_STATE,
+    *_REST,
+)  # kinds in the order in which one difference causes another
+_IN_STEPS = seen.STEP, seen.DATA, seen.RANDOM, *_STATE, *_REST
 _MISSING, ENDED = "missing", "the program took no such step"
 Ranks = Mapping[int, Sequence[Snapshot]]
 """By rank: the generators at the save or restore, the start of the first step, and the end of each step."""
@@ -69,7 +76,7 @@ def _in_parts(recorded: Ranks, tried: Ranks) -> Iterator[Difference]:
                     continue
                 if other == _MISSING and (not (at or tried[rank][1]) or (OUTSIDE in key)):  # not defined yet
                     continue
-                decides = kind != seen.LOSS and (kind != seen.VALUE or isinstance(value, list))
+                decides = kind not in (seen.LOSS, seen.VARIABLE) and (kind != seen.VALUE or isinstance(value, list))
                 decides &= (
                     kind != seen.SCHEDULE or OUTSIDE not in key or ".last_epoch" in key
                 )  # others may be constructed
@@ -108,7 +115,7 @@ def _together(recorded: Ranks, tried: Ranks) -> Iterator[Difference]:
             other = whole[1].get(key)
             near = isinstance(value, float) and isinstance(other, float) and math.isclose(value, other, rel_tol=BOUND)
             if not (other is None or value == other or near or OUTSIDE in key or (kind == seen.BUFFER and at > 1)):
-                yield Difference(at - 1, -1, kind, name, value, other, kind not in (seen.LOSS, seen.VALUE))
+                yield Difference(at - 1, -1, kind, name, value, other, kind not in _REST)
 
 
 def _samples(ranks: Ranks, end: int) -> str:
@@ -183,4 +190,6 @@ def explain(differences: Sequence[Difference], recorded: Ranks, facts: Sequence[
             return f"{lost} gradients that were accumulated before the save are lost. Save after an optimizer step."
         if any(each.get("benchmark") for each in facts):
             return "torch.backends.cudnn.benchmark chooses kernels by speed. Set it to False."
+    if first.kind == seen.RANDOM and name.startswith("generator of"):
+        return f"the program seeds the {name}, or draws from it, after the restore, for example in iter(DataLoader)."
     return f"{_CAUSES[first.kind]}."

@@ -9,9 +9,11 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.located import located, newest_first, path_of
 from stagereg.checkpoint.store.open_store import local_part
 from stagereg.commands.arguments import above_zero, add_command
-from stagereg.errors import ConfigError, name_ranks
+from stagereg.errors import CheckpointError, ConfigError, StageregError, name_ranks, reason
 
 _POLL_S = 2.0  # seconds between two listings of a directory that is followed
 _GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL
@@ -63,7 +65,15 @@ def prove(asked: argparse.Namespace) -> int:
     """Prove checkpoints. Return 0 if all are proven, 1 if any is refuted, otherwise 2."""
     if shutil.which(asked.command[0]) is None:
         raise ConfigError(f"command not found: {asked.command[0]!r}")
-    verdicts = _follow(asked) if asked.follow else [_prove(asked, *each) for each in _chosen(asked)]
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the program is ended too
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        verdicts = _follow(asked) if asked.follow else [_prove(asked, *each) for each in _chosen(asked)]
+    except (StageregError, BrokenPipeError):
+        raise
+    except Exception as error:  # exit code 1 would mean that a checkpoint is refuted
+        raise CheckpointError(f"The proof failed: {reason(error)}") from error
     if asked.json:
         output.as_json({"root": asked.directory, "checkpoints": [_entry(each) for each in verdicts]})
     states = {each.state for each in verdicts}
@@ -127,6 +137,10 @@ class Verdict:
 def _prove(asked: argparse.Namespace, store: CheckpointStore, checkpoint: Checkpoint) -> Verdict:
     """Run the program from a checkpoint, compare its steps with the recorded steps, and record the verdict."""
     verdict, note = Verdict(checkpoint), notes.read(store, checkpoint)
+    if asked.nproc and not note["hydra"]:
+        raise ConfigError(
+            "--nproc needs a program under stagereg.main. Give a command that starts N ranks."
+        )
     every = _rows(store, checkpoint, note)
     if none := [rank for rank, rows in every.items() if not rows]:
         verdict.why = f"{name_ranks(none)} recorded no steps after this save: the run failed there"
@@ -197,7 +211,7 @@ def _judge(
         verdict.likely = explain(verdict.differences, recorded, [note, other])
     changed = [name for name in ("torch", "stagereg", "device", "ranks") if note[name] != other[name]]
     verdict.remarks += [f"The run used {name} {note[name]}, and the proof {name} {other[name]}." for name in changed]
-    others = [each for each in verdict.differences if not each.refutes and each.kind != LOSS]
+    others = [each for each in verdict.differences if not each.refutes and each.kind != LOSS]  # a consequence
     names = [f"{each.kind}: {each.name}" for each in others if each.found != str(verdict.checkpoint.manifest.step)]
     if first is not None and names:
         verdict.remarks.append(
@@ -212,7 +226,8 @@ def _judge(
 def _end(code: int | None, limit_s: float, scratch: str) -> str:
     """Return why a program took no steps that could be compared."""
     printed = Path(scratch, "printed").read_text(errors="replace")
-    last = next((line.strip() for line in reversed(printed.splitlines()) if line.strip()), "nothing")
+    lines = [line.strip() for line in printed.splitlines() if line.strip("=- ")] or ["nothing"]
+    last = next((line for line in reversed(lines) if re.match(r"\w*(Error|Exception|Interrupt)\b", line)), lines[-1])
     how = f"did not end in {limit_s:g} s (--timeout)" if code is None else f"exited with code {code}"
     restored = Path(scratch, "restored").exists()
     what = "before it took all steps" if restored else "and did not restore the checkpoint with restore(state)"

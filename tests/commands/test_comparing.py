@@ -26,7 +26,7 @@ def rows(**changed: Any) -> Rows:
                 "buffer: model.b": tensor(f"b{at}"),
                 "optimizer state: opt.w.m": tensor(f"m{at}"),
                 "schedule: opt.lr": str(at),
-                "value: epoch": "1",
+                "variable: epoch": "1",
             }
         )
         if at:
@@ -82,7 +82,7 @@ def test_the_cause_comes_before_its_consequences(changes: dict[str, Any], expect
 @pytest.mark.parametrize(
     "changes",
     [
-        {"step1": {"value: epoch": "7"}},
+        {"step1": {"variable: epoch": "7"}},
         {"step1": {"loss: loss": "7"}},
         {"step0": {"buffer: model.b": tensor("of rank 0")}},  # DDP broadcasts it in the next forward
     ],

@@ -126,8 +126,8 @@ MISUSES = {
         "stager.more.a=1",
     ): "stagereg: stager.more takes any key. To add a key, write +stager.more.a=...",
     ("+stager=options",): "stagereg: stager is already selected. Write stager=options, without +",
-    ("plugins=[bare]",): 'stagereg.errors.RegistryError: Write @stagereg.register("stager", "my_name"): the kind, and '
-    "the name that users select. (FOLDER/bare.py:3)",
+    ("plugins=[bare]",): 'stagereg.errors.RegistryError: Write @stagereg.register("stager", "my_name"): a kind, and '
+    "the name for users. (FOLDER/bare.py:3)",
     (
         "-cn",
         "misspelt",

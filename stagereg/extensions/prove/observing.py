@@ -39,14 +39,17 @@ from stagereg.data import is_position, is_stateful
 
 STEP, DATA, RANDOM, LOSS, SCHEDULE, SCALE = "step", "data", "random numbers", "loss", "schedule", "loss scale"
 GRADIENT, OPTIMIZER, PARAMETER, BUFFER, VALUE = "gradient", "optimizer state", "parameter", "buffer", "value"
+VARIABLE = "variable"  # a plain value or tensor outside the state, which may explain a difference
 TIED, OUTSIDE = " (tied to)", " (not in the state)"  # ends of names
 Snapshot = dict[str, Any]
 
 _WIDTH = 1024  # words in a row of a digest's table; also the largest number of a sample's words in a digest
 _SMALL_BYTES = 1 << 16  # smaller CPU tensors get a CRC-32, which takes one call
 _MOST_VALUES = 1000  # maximum number of values that one object or one frame adds to a snapshot
+_MOST_BYTES = 1 << 20  # maximum size of a tensor outside the state that is not a list's or a module's
 _GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio: spreads consecutive numbers over all bits
 _LIBRARIES = f"{sysconfig.get_path('stdlib')}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "<frozen"
+_PLAIN = bool, int, float, str, torch.Tensor
 _KINDS = bool, int, float, str, torch.nn.Module, LRScheduler, Optimizer
 _resolving = threading.Lock()  # windows that overlap share snapshots
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -161,7 +164,8 @@ def snapshot(state: Mapping[str, Any], values: Mapping[str, Any]) -> Snapshot:
                 )
         if not (modules_of(value) or optimizers or is_generator(value) or is_position(value)):
             is_scaler = type(value).__name__.endswith("GradScaler")
-            kind = SCHEDULE if isinstance(value, LRScheduler) else SCALE if is_scaler else VALUE
+            plain = VARIABLE if name not in state and isinstance(value, _PLAIN) else VALUE
+            kind = SCHEDULE if isinstance(value, LRScheduler) else SCALE if is_scaler else plain
             _add(found, kind, name, value.state_dict() if is_stateful(value) else value)
     return found
 
@@ -262,6 +266,8 @@ def _matters(value: Any, known: set[int], shapes: list[list[torch.Size]]) -> boo
         return False
     if isinstance(value, _KINDS) or is_generator(value) or type(value).__name__.endswith("GradScaler"):
         return True
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is None and value.nbytes <= _MOST_BYTES
     values = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(values, list) or not values or not all(isinstance(x, torch.Tensor) for x in values):
         return False

@@ -103,9 +103,9 @@ class Observer(CheckpointExtension):
     def begin(self, step: int) -> None:
         """Open a window for the steps after ``step``."""
         self._step = self._step if self.open else {}
-        window = Window(step, observing.generators(values_of(self.state)))
-        self.drop(self.open)  # the state may have other modules than before
-        self.open.append(window)
+        windows = [*self.open, Window(step, observing.generators(values_of(self.state)))]
+        self.drop()  # the state may have other modules than before
+        self.open = windows
         values = [each for value in self.state.values() for each in (value if isinstance(value, list) else [value])]
         modules = dict.fromkeys(each for each in values if isinstance(each, torch.nn.Module))
         hooks = [one.register_forward_pre_hook(_Hook(self), prepend=True, with_kwargs=True) for one in modules]
@@ -113,7 +113,7 @@ class Observer(CheckpointExtension):
 
     @_guarded
     def end_step(self, step: int, state: MutableMapping[str, Any] | None) -> None:
-        self.ends += 1
+        self.ends, self.has_left = self.ends + 1, False
         observed, self._step = self._step, {}
         if windows := [each for each in self.open if step != each.step]:
             row = observing.snapshot(self.state, values_of(self.state))
