@@ -188,7 +188,7 @@ class Checkpointer(core.Checkpointer):
         tier: Tier | str | None = None,
     ) -> None:
         constructed("checkpoint")
-        observer = _observer(prove)
+        observer = self.observer = _observer(prove)
         self._reads_only = observer is not None and observer.reads_only
         if self._reads_only:  # `stagereg prove` has started this program
             dir, resume = observer.replaced(dir, resume)

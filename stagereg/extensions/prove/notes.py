@@ -2,11 +2,15 @@
 
 Each rank writes its snapshots of the steps after a save. Rank 0 writes the file without a rank when the checkpoint is
 committed and its steps are over. ``stagereg prove`` adds the verdict to that file.
+
+The adapters of trainers write a checkpoint in ``DIR/.stagereg``, and then move it to ``DIR/NAME``. The files stay in
+``DIR/.stagereg/proofs``, because their numbers are unique in ``DIR``.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from stagereg.checkpoint.format.damage import VerificationResult
@@ -16,11 +20,12 @@ from stagereg.errors import MALFORMED, printable
 
 PROVEN, REFUTED, NOT_TRIED = "proven", "refuted", "not tried"
 _FOLDER = "proofs"
+_STAGED = ".stagereg"  # the directory in which the adapters write checkpoints
 
 
 def write(store: CheckpointStore, step: int, content: dict[str, Any], rank: int | None = None) -> None:
     """Write the file of a step, or the file of one rank. Raises ``OSError``."""
-    folder = f"{store.root}/{_FOLDER}"
+    folder = _folder(store)
     store.backend.make(folder)
     store.backend.write(f"{folder}/{_name(step, rank)}", json.dumps(content).encode())
 
@@ -28,7 +33,7 @@ def write(store: CheckpointStore, step: int, content: dict[str, Any], rank: int 
 def read(store: CheckpointStore, checkpoint: Checkpoint, rank: int | None = None) -> dict[str, Any]:
     """Read a file; an empty dict if it is missing or invalid, or belongs to an earlier save of the same step."""
     try:
-        found = json.loads(store.backend.read(f"{store.root}/{_FOLDER}/{_name(checkpoint.manifest.step, rank)}"))
+        found = json.loads(store.backend.read(f"{_folder(store)}/{_name(checkpoint.manifest.step, rank)}"))
         return dict(found) if rank is not None or found["key"] == checkpoint.key else {}
     except (OSError, *MALFORMED):
         return {}
@@ -38,6 +43,9 @@ def clear(store: CheckpointStore) -> None:
     """Delete the files of committed steps whose checkpoints were deleted. Raises ``OSError``."""
     names = store.backend.list(f"{store.root}/{_FOLDER}")
     there = {step_within(name) for name in store.backend.list(store.root)}
+    if (root := Path(store.root)).name == _STAGED:
+        moved = [each for base in (root, root.parent) for each in base.glob("*/step-*") if each.is_dir()]
+        there |= {step_within(each.name) for each in moved}
     gone = {step for name in names if (step := step_within(name)) not in there and name == _name(step or 0, None)}
     for name in names:
         if step_within(name) in gone:
@@ -49,6 +57,11 @@ def verdict_of(store: CheckpointStore, each: VerificationResult) -> str:
     found = {} if each.checkpoint is None else read(store, each.checkpoint)
     verdict = str(found.get("verdict", NOT_TRIED)) if found else ""
     return printable(f"{verdict} by {found['why']}" if verdict == REFUTED else verdict, lines=False)
+
+
+def _folder(store: CheckpointStore) -> str:
+    own, staged = f"{store.root}/{_FOLDER}", Path(store.root).parent / _STAGED / _FOLDER
+    return own if store.backend.remote or Path(own).is_dir() or not staged.is_dir() else str(staged)
 
 
 def _name(step: int, rank: int | None) -> str:

@@ -36,6 +36,7 @@ from stagereg.extensions.prove.observing import DATA, LOSS, STEP, VALUE, Snapsho
 ENVIRONMENT = "STAGEREG_PROVE"
 """Environment variable of a proof: the path of a JSON file, which ``stagereg prove`` writes (:class:`Trial`)."""
 ACCUMULATED = "accumulated gradients"
+UNNUMBERED = -2  # the number of all steps of a trainer that does not number its steps
 _WAIT_S = 30.0  # seconds in which the ranks of a proof wait for each other, and in which records are written
 _HELD = 8  # maximum number of saves whose records are not complete
 _numbers = itertools.count()  # numbers the checkpointers of this process, in the order of construction
@@ -79,12 +80,15 @@ class Observer(CheckpointExtension):
 
     name = "prove"
     reads_only = False  # whether the checkpointer must not save
+    ends_at_forward = False  # whether a step ends at the forward that follows an optimizer step
 
     def __init__(self, steps: int, number: int) -> None:
         self.steps, self.number, self.ends = steps, number, 0  # ``ends``: number of steps that the program has ended
         self.open: list[Window] = []
         self.state: Mapping[str, Any] = {}
         self.has_left = False  # whether this rank has left its loop
+        self._fixed = False  # whether a trainer has chosen the objects
+        self._hooked = True  # whether forward hooks observe the batches
         self._step: Snapshot = {}  # the observations of the current step
         self._handles: list[Callable[[], object]] = []  # remove the hooks
 
@@ -93,7 +97,12 @@ class Observer(CheckpointExtension):
         record.listen(self)
 
     def given(self, state: Mapping[str, Any]) -> None:
-        self.state = state
+        if not self._fixed:
+            self.state = state
+
+    def observe(self, objects: Mapping[str, Any], hooked: bool = True) -> None:
+        """Observe ``objects`` instead of saved states. Without ``hooked``, a trainer calls :meth:`forward` itself."""
+        self.state, self._fixed, self._hooked = objects, True, hooked
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Take the logged loss of a step into the snapshot."""
@@ -107,7 +116,7 @@ class Observer(CheckpointExtension):
         self.drop()  # the state may have other modules than before
         self.open = windows
         values = [each for value in self.state.values() for each in (value if isinstance(value, list) else [value])]
-        modules = dict.fromkeys(each for each in values if isinstance(each, torch.nn.Module))
+        modules = dict.fromkeys(each for each in values * self._hooked if isinstance(each, torch.nn.Module))
         hooks = [one.register_forward_pre_hook(_Hook(self), prepend=True, with_kwargs=True) for one in modules]
         self._handles = [*(each.remove for each in hooks), AFTER_STEPS.add(self._update)]
 
@@ -117,15 +126,18 @@ class Observer(CheckpointExtension):
         observed, self._step = self._step, {}
         if windows := [each for each in self.open if step != each.step]:
             row = observing.snapshot(self.state, values_of(self.state))
-            row |= observing.gradients(
-                self.state
-            )  # gradients without an optimizer step are accumulated for a later one
+            row |= observing.gradients(self.state)  # without an optimizer step, they are accumulated for a later one
             row |= {f"{STEP}: step": step, f"{STEP}: optimizer steps": 0, f"{DATA}: count": 0, **observed}
             for window in windows:
                 window.ends.append(row)
                 if len(window.ends) == self.length():
                     self.drop([each for each in self.open if each is not window])
                     self.over(window)
+
+    def next_step(self) -> None:
+        """End the current step if an optimizer has stepped. For trainers that do not number their steps."""
+        if f"{STEP}: optimizer steps" in self._step:
+            self.end_step(UNNUMBERED, None)
 
     def follow(self, over: bool) -> None:
         self.has_left = True  # the loop of a join, so this rank takes no more steps
@@ -157,6 +169,8 @@ class Observer(CheckpointExtension):
         """Observe the inputs of a forward that builds a graph."""
         if not torch.is_grad_enabled() or is_capturing():
             return
+        if self.ends_at_forward:
+            self.next_step()
         if waiting := [each for each in self.open if not each.start]:
             start = observing.snapshot(self.state, values_of(self.state))
             start[f"{VALUE}: {ACCUMULATED}"] = len(observing.gradients(self.state))
@@ -283,12 +297,20 @@ class Trial(Observer):
             resume = "never" if same is None else same.path
         return f"{self._task.scratch}/checkpoints-{self.number}", self._task.checkpoint if self._is_it else resume
 
+    def claim(self) -> str:
+        """Make this checkpointer restore the checkpoint of the proof, and return the checkpoint's path."""
+        self._is_it = True
+        return str(self._task.checkpoint)
+
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
         if self._is_it and request.own and candidate is not None:
-            Path(self._task.scratch, "restored").touch()
             self.drop()
-            self.state = request.state
+            self.given(request.state)
             self.begin(-1)  # a step that the program takes, even the restored step, belongs to the window
+
+    def begin(self, step: int) -> None:
+        Path(self._task.scratch, "restored").touch()
+        super().begin(step)
 
     def length(self) -> int:
         ranks = self.setup.ranks
