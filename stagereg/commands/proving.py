@@ -138,9 +138,7 @@ def _prove(asked: argparse.Namespace, store: CheckpointStore, checkpoint: Checkp
     """Run the program from a checkpoint, compare its steps with the recorded steps, and record the verdict."""
     verdict, note = Verdict(checkpoint), notes.read(store, checkpoint)
     if asked.nproc and not note["hydra"]:
-        raise ConfigError(
-            "--nproc needs a program under stagereg.main. Give a command that starts N ranks."
-        )
+        raise ConfigError("--nproc needs a program under stagereg.main. Give a command that starts N ranks.")
     every = _rows(store, checkpoint, note)
     if none := [rank for rank, rows in every.items() if not rows]:
         verdict.why = f"{name_ranks(none)} recorded no steps after this save: the run failed there"

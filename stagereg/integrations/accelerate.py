@@ -37,6 +37,7 @@ from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.accelerate_join import AcceleratorJoin, inner
 from stagereg.integrations.agreed import agreed, expect_known
 from stagereg.integrations.named import NamedCheckpoints, newest_in, restore, split
+from stagereg.integrations.proofs import Proofs, is_proof
 
 __all__ = ["attach"]
 
@@ -122,7 +123,10 @@ class _Attached:
         self._options = {**usual, **self._checked(options), "save_last": False}
         self._named: NamedCheckpoints | None = None  # the directory of the last save_state(dir)
         self._checkpointer: Checkpointer | None = None  # the checkpointer of the last save, which may be closed
-        if self._has_tier:  # A tier must record the run from the start, so do not wait for the first save.
+        self._proofs = Proofs(self._options, ends_at_forward=True)
+        if is_proof():
+            accelerator.log_with = []  # so that trackers write nothing
+        elif self._has_tier:  # A tier must record the run from the start, so do not wait for the first save.
             self._checkpointer = Checkpointer(self._where(None), **self._options)
         self._goes_on = False  # whether this run has saved or loaded a checkpoint before
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -133,13 +137,18 @@ class _Attached:
         accelerator.end_training, accelerator.free_memory = self.end_training, self.free_memory
         accelerator.register_save_state_pre_hook = accelerator.register_load_state_pre_hook = _refuse_hook
         if join:
-            accelerator.join_uneven_inputs = AcceleratorJoin(accelerator).join
+            accelerator.join_uneven_inputs = AcceleratorJoin(accelerator, self._proofs.end_step).join
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Path:
         _refuse_arguments("save_state", kwargs | ({} if safe_serialization else {"safe_serialization": False}))
         where = self._where(None if self._automatic else output_dir)
-        self._requests.post(where)
-        self._save(where)
+        if is_proof():
+            if self._asks:
+                self._proofs.maybe_save(self._project.iteration, self._state())
+            self._project.iteration += 1
+        else:
+            self._requests.post(where)
+            self._save(where)
         return Path(where)
 
     def follow(self) -> None:
@@ -171,6 +180,7 @@ class _Attached:
         self._goes_on = True
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(where, resume="never", **self._options)
+        self._proofs.add(self._checkpointer)
         save = self._checkpointer.maybe_save if self._asks else self._checkpointer.save
         save(step, self._state())
 
@@ -187,6 +197,7 @@ class _Attached:
             first = self._accelerator.process_index == 0
             self._named = NamedCheckpoints(parent, first, self._options, replaces_files=False)
             self._checkpointer = self._named.checkpointer
+            self._proofs.add(self._checkpointer)
         return self._named
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -196,6 +207,8 @@ class _Attached:
         for each in [*self._open]:  # Another Accelerator of this process may still be writing the checkpoint.
             each._wait()
         source, ours = self._agreed(lambda: _sought(where, input_dir is None, self._has_tier))
+        if is_proof():
+            source, ours = self._proofs.checkpoint(), True
         if source is None:
             raise ConfigError(f"There is no checkpoint in {where}.")
         if not ours:
@@ -218,6 +231,8 @@ class _Attached:
         self._goes_on = True
 
     def _restore(self, state: dict[str, Any], source: str | None) -> int | None:
+        if is_proof():
+            return self._proofs.restore(state)
         if self._checkpointer is not None and (self._named is None or self._named.is_open):
             return self._checkpointer.restore(state, source)
         assert source is not None  # source is None only with a tier, which always has a Checkpointer
@@ -226,6 +241,8 @@ class _Attached:
 
     def end_training(self) -> None:
         self._open.discard(self)
+        self._proofs.end_step()
+        self._proofs.close()
         try:
             if self._named is not None:
                 self._named.close()

@@ -28,9 +28,9 @@ _ELSE = "For other loops, use stagereg.Join with join.iterate."
 class AcceleratorJoin:
     """Replaces ``join_uneven_inputs`` of one Accelerator."""
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, end_step: Callable[[], object]) -> None:
         self._accelerator = accelerator
-        self._last_step = _LastStep()
+        self._last_step = _LastStep(end_step)
 
     @contextlib.contextmanager
     def join(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[Join | None]:
@@ -76,9 +76,13 @@ class AcceleratorJoin:
 
 
 class _LastStep:
-    """Records the calls that follow ``backward`` in this rank's last step. ``names``: descriptions of the calls."""
+    """Records the calls that follow ``backward`` in this rank's last step. ``names``: descriptions of the calls.
 
-    def __init__(self) -> None:
+    ``end_step`` is called when the loop has ended, and after each repeated step.
+    """
+
+    def __init__(self, end_step: Callable[[], object]) -> None:
+        self._end_step = end_step
         self.names: list[str] = []
         self._calls: list[Callable[[], object]] = []
         self._ended = True  # whether the next forward begins a new step
@@ -94,6 +98,7 @@ class _LastStep:
                 for i, each in enumerate(objects):
                     undo.callback(_replace(each, "step", self._noting(f"step of {name} {i}")))
             yield
+            self._end_step()
 
     def repeat(self) -> None:
         if not self._calls:
@@ -103,6 +108,7 @@ class _LastStep:
             )
         for call in self._calls:
             call()
+        self._end_step()
 
     def _begin(self, *_: object) -> None:
         if self._ended and torch.is_grad_enabled():

@@ -35,11 +35,12 @@ from stagereg.integrations.lightning_resume import RESUME
 from stagereg.integrations.lightning_strategies import KINDS, SHARDED, read_entries
 from stagereg.integrations.lightning_uneven import UnevenInputs
 from stagereg.integrations.named import NamedCheckpoints, choose, delete, restore, split
+from stagereg.integrations.proofs import Proofs, is_proof
 from stagereg.registry import build, names
 
 __all__ = ["StageregCheckpointIO", "UnevenInputs"]
 
-_OPTIONS = ("stager", "storage", "restore", "failure", "replicas")
+_OPTIONS = ("stager", "storage", "restore", "failure", "replicas", "prove")
 _LIGHTNING = "ModelCheckpoint(dirpath=, every_n_train_steps=, save_top_k=, save_last=), fit(ckpt_path=) or the strategy"
 _FOLLOW = "`stagereg follow DIR/last.ckpt -- COMMAND` runs a command on each new checkpoint"
 _TIER = "tiers are only supported in your own training loop, with stagereg.Checkpointer(dir, every=..., tier=...)"
@@ -61,11 +62,13 @@ class StageregCheckpointIO(CheckpointIO):
 
     Args:
         **checkpoint_options: these options of :class:`stagereg.Checkpointer`: ``stager``, ``storage``, ``restore``,
-            ``failure`` and ``replicas``. Lightning's arguments replace the other options. A ``stager`` or ``storage``
-            object, unlike a name, can be used for one directory and one ``fit`` only, which closes the object.
+            ``failure``, ``replicas`` and, for a ``Trainer``, ``prove``. Lightning's arguments replace the other
+            options. A ``stager`` or ``storage`` object, unlike a name, can be used for one directory and one ``fit``
+            only, which closes the object.
 
     Attributes:
         chosen: the directory that the last :meth:`load_checkpoint` read; ``None`` if Lightning itself wrote the file.
+        proofs: reports the training steps to ``stagereg prove``.
 
     Raises:
         ConfigError: an option is unknown, or an argument of Lightning replaces it. A ``Trainer`` raises it when it is
@@ -87,6 +90,7 @@ class StageregCheckpointIO(CheckpointIO):
         self._options = checkpoint_options
         self._used: set[str] = set()
         self.chosen: str | None = None
+        self.proofs = Proofs(checkpoint_options)
         # Until the plugin is attached to a strategy, act as a single process.
         self._strategy: Any = SimpleNamespace(is_global_zero=True, broadcast=lambda answer: answer)
         self._directories: dict[str, NamedCheckpoints] = {}
@@ -94,6 +98,8 @@ class StageregCheckpointIO(CheckpointIO):
     def attach(self, strategy: Any) -> None:
         """Replace the checkpoint methods of ``strategy``. Called when a ``Trainer`` or ``Fabric`` is created."""
         kind, usual = type(strategy), (FabricStrategy.save_checkpoint, Strategy.save_checkpoint)
+        if isinstance(strategy, FabricStrategy) and not isinstance(strategy, Strategy) and "prove" in self._options:
+            raise ConfigError("StageregCheckpointIO supports prove with a Trainer, but not with Fabric. Remove prove.")
         saving = next(KINDS[base] for base in KINDS if isinstance(strategy, base))
         shards = isinstance(strategy, tuple(SHARDED))
         if not shards and kind.save_checkpoint not in usual:
@@ -138,12 +144,13 @@ class StageregCheckpointIO(CheckpointIO):
         parent, name = split(path)
         if parent in self._directories:
             self._directories[parent].remove(name)
-        else:
+        elif not is_proof():
             delete(Path(parent) / name)
 
     def teardown(self) -> None:
         """Wait for all saves. Raises ``CheckpointError`` if a save failed and no earlier call has raised the error."""
         with contextlib.ExitStack() as every:
+            every.callback(self.proofs.close)
             while self._directories:
                 every.callback(self._directories.popitem()[1].close)
 
@@ -151,11 +158,14 @@ class StageregCheckpointIO(CheckpointIO):
         """Stage the entries that this rank contributes to a checkpoint. Collective. Uses the ``path`` of rank 0."""
         for option in [option for option, value in refused.items() if value is not None]:
             raise ConfigError(f"StageregCheckpointIO does not support {option}.")
+        if is_proof():
+            return
         parent, name = self.agree(lambda: split(path))
         directory = self._directories.get(parent)
         if directory is None or not directory.is_open:
             directory = NamedCheckpoints(parent, self._strategy.is_global_zero, self._build_options())
             self._directories[parent] = directory
+        self.proofs.add(directory.checkpointer)
         directory.save(state, self.agree(partial(directory.begin, name)))
         if name.startswith("hpc_ckpt"):  # Lightning requeues the Slurm job immediately after this save
             directory.checkpointer.wait()
@@ -163,6 +173,7 @@ class StageregCheckpointIO(CheckpointIO):
     def choose(self, path: str | Path, verify: bool = True) -> str | None:
         """Return the directory of a valid checkpoint, or ``None`` if Lightning itself wrote ``path``. Collective."""
         NamedCheckpoints.wait_for_all(self.agree)
+        path = self.proofs.checkpoint() if is_proof() else path
         verify = verify and self._options.get("restore", Restore()).verify == "full"
         return self.agree(lambda: choose(str(path), verify))
 

@@ -29,7 +29,8 @@ RESUME = "stagereg_resume"  # name of a per-rank entry in the checkpoint, with t
 class ResumedFit:
     """Saves and restores the state of one rank that Lightning's checkpoint does not contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_step: Callable[[], object]) -> None:
+        self._end_step = end_step
         # States of the generators: "iterator" before the data iterator of this epoch was created, "batch" before its
         # first batch.
         self._began: dict[str, dict[str, torch.Tensor]] = {}
@@ -40,6 +41,7 @@ class ResumedFit:
         self._fit_loop = fit_loop
         fit_loop._load_combined_loader_states = self._before_first_iterator
         fit_loop.epoch_loop.on_run_start = self._begin_epoch
+        fit_loop.epoch_loop.update_lr_schedulers = self._update_schedulers
 
     def state(self, checkpoint: dict[str, Any]) -> dict[str, PerRank[Any]]:
         """Return the per-rank entry to save. It includes the data loader state in Lightning's ``checkpoint``."""
@@ -62,6 +64,13 @@ class ResumedFit:
 
     def forget(self) -> None:
         self._loaded = None
+
+    def _update_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Update the schedulers, which Lightning does after each batch, before its callbacks may save."""
+        loop = self._fit_loop.epoch_loop
+        type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+        if interval == "step" and not update_plateau_schedulers:
+            self._end_step()
 
     def _before_first_iterator(self) -> None:
         type(self._fit_loop)._load_combined_loader_states(self._fit_loop)

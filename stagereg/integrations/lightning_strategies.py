@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -20,6 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 import stagereg
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.integrations.lightning_resume import RESUME, ResumedFit
+from stagereg.integrations.proofs import is_proof
 
 
 class WholeSaving:
@@ -49,7 +52,13 @@ class _WholeFit(WholeSaving):
 
     def __init__(self, plugin: Any, strategy: Any) -> None:
         super().__init__(plugin, strategy)
-        self._resumed = ResumedFit()
+        self._resumed = ResumedFit(plugin.proofs.end_step)
+
+    def setup_environment(self) -> None:
+        trainer = self.strategy.lightning_module.trainer
+        if is_proof() and trainer.loggers:
+            trainer.loggers = [DummyLogger()]
+        type(self.strategy).setup_environment(self.strategy)
 
     def setup(self, trainer: Any) -> None:
         self._resumed.follow(trainer.fit_loop)
@@ -58,12 +67,27 @@ class _WholeFit(WholeSaving):
     def on_train_start(self) -> None:
         type(self.strategy).on_train_start(self.strategy)
         self._resumed.begin_training()
+        if is_proof():
+            trainer = self.strategy.lightning_module.trainer
+            trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Checkpoint)]
+            self._observe()
+            self.plugin.proofs.begin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.plugin.proofs.batch(batch)
+        type(self.strategy).on_train_batch_start(self.strategy, batch, batch_idx)
+
+    def _observe(self) -> None:
+        optimizers = {f"optimizer_{i}": each for i, each in enumerate(self.strategy.optimizers)}
+        schedulers = {f"scheduler_{i}": each.scheduler for i, each in enumerate(self.strategy.lr_scheduler_configs)}
+        self.plugin.proofs.observe({"model": self.strategy.lightning_module, **optimizers, **schedulers})
 
     def teardown(self) -> None:
         self._resumed.forget()
         type(self.strategy).teardown(self.strategy)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, **kwargs: Any) -> None:
+        self._observe()
         own = self._resumed.state(checkpoint)
         type(self.strategy).save_checkpoint(self.strategy, {**checkpoint, **own}, filepath, **kwargs)
         if not self.strategy.is_global_zero:
@@ -95,6 +119,7 @@ class _Sharded(_WholeFit):
         module, rest = self.strategy.lightning_module, dict(checkpoint)
         if rest.pop("state_dict").keys() != module.state_dict().keys():
             raise CheckpointError("on_save_checkpoint must not change the keys of a sharded model's state_dict.")
+        self._observe()
         objects = self._objects(model_only=rest.pop("optimizer_states", None) is None)
         own = {**objects, **self._resumed.state(checkpoint)}
         self.plugin.save({**(rest if self.strategy.is_global_zero else {}), **own}, filepath, **refused)

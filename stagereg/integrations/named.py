@@ -38,7 +38,8 @@ STORE = ".stagereg"
 _STEPS = "step-*"
 _NUMBER = re.compile(r"step-(\d{8,})(\.[0-9a-f]+)?")
 _PLACEHOLDER = re.compile(r"/proc/\d+/comm")
-_BESIDE = (".reading.", ".step-", ".nfs")  # name prefixes of read leases, half-deleted checkpoints, NFS leftovers
+# Name prefixes of read leases, half-deleted checkpoints, files of running proofs, NFS leftovers.
+_BESIDE = (".reading.", ".step-", ".prove-", ".nfs")
 _ALL = 10**9  # the checkpointer deletes no checkpoint itself, because each one is moved out of its directory
 
 

@@ -32,6 +32,7 @@ from stagereg.config.instantiate import instantiate
 from stagereg.data import is_position
 from stagereg.errors import CheckpointError, ConfigError, InstallationError, MissingEntryError
 from stagereg.integrations.agreed import agreed, expect_known
+from stagereg.integrations.proofs import is_proof
 from stagereg.registry import build
 
 _WRITTEN_FOR = "0.3"
@@ -158,13 +159,15 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
             storage=build("storage", config.storage),
             **{**others_of, "save_last": False},
         )
+        if (observer := self._checkpointer.observer) is not None:  # the state has parameters instead of modules
+            observer.observe({base.MODEL: model_parts, **self._others})
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if the step is a multiple of the interval or the last step, or if all ranks agreed to be preempted."""
         if self.config.load_only:
             return False
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
-        if not (self._checkpointer.should_save(curr_step) or first or last_step):
+        if not (self._checkpointer.should_save(curr_step) or first or last_step) or is_proof():
             return False
         export = last_step and self.config.last_save_model_only
         if export and self.config.last_save_in_hf:
@@ -202,6 +205,8 @@ class StageregCheckpointManager(base.BaseCheckpointManager):
     def _load(self, step: int = -1) -> bool:
         """Restore a checkpoint from the folder, or ``initial_load_path`` if the folder has no checkpoint."""
         self.maybe_wait_for_saving()
+        if is_proof():
+            return self._restore(None, model_only=False)
         of_titan, own = agreed(lambda: _steps_in(self.folder))
         there = {**of_titan, **own}
         if self._has_tier and step == -1 and max(of_titan, default=-1) <= max(own, default=-1):

@@ -26,6 +26,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback, __version__
+from transformers.integrations import integration_utils
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -35,6 +36,7 @@ from stagereg.assembly import Checkpointer
 from stagereg.base.spec import refuse_unknown
 from stagereg.errors import ConfigError, InstallationError
 from stagereg.integrations.agreed import agreed, expect_known
+from stagereg.integrations.proofs import is_proof
 
 __all__ = ["StageregCallback"]
 
@@ -145,12 +147,17 @@ class _Run:
             options = {**options, "resume": resume}
         with tempfile.TemporaryDirectory(prefix="stagereg-") as self.folder, Checkpointer(**options) as checkpointer:
             self.checkpointer = checkpointer
+            if is_proof():
+                resume = bool(resume)
+                for kind in set(integration_utils.INTEGRATION_TO_CALLBACK.values()):
+                    self._trainer.remove_callback(kind)  # so that no logger writes
             if resume is True or (resume and not os.path.isfile(os.path.join(resume, TRAINER_STATE_NAME))):
                 os.makedirs(output_dir, exist_ok=True)
                 # Prefer checkpoints of stagereg to older ones that the Trainer wrote without this callback.
                 resume = self.folder if self._restore_trainer() else get_last_checkpoint(output_dir)
             output = then(resume or None)
-            self._trainer.save_model(output_dir, _internal_call=True)
+            if not is_proof():
+                self._trainer.save_model(output_dir, _internal_call=True)
         return output
 
     def _restore_trainer(self) -> bool:
@@ -174,6 +181,8 @@ class _Run:
 
     def save(self) -> None:
         state = self._trainer.state
+        if is_proof():
+            return
         if state.best_global_step == state.global_step:
             self._write_best(state.global_step)
         self._save()
