@@ -83,7 +83,7 @@ def prove(asked: argparse.Namespace) -> int:
 def _chosen(asked: argparse.Namespace) -> list[tuple[CheckpointStore, Checkpoint]]:
     found = located(asked.directory)
     valid = [each.checkpoint for each in newest_first(found.conditions) if each.checkpoint is not None]
-    recorded = [(found.store, each) for each in valid if notes.read(found.store, each)]
+    recorded = [(found.store, each) for each in valid if _has_steps(found.store, each)]
     if not recorded:
         raise ConfigError(
             f"No checkpoint in {asked.directory} has recorded steps. Train with checkpoint.prove.steps=3 (in Python: "
@@ -99,6 +99,11 @@ def _rows(store: CheckpointStore, checkpoint: Checkpoint, note: Mapping[str, Any
     return {rank: each["rows"] if each.get("run") == note["run"] else [] for rank, each in read.items()}
 
 
+def _has_steps(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
+    note = notes.read(store, checkpoint)
+    return bool(note) and any(len(rows) > 2 for rows in _rows(store, checkpoint, note).values())
+
+
 def _is_whole(note: Mapping[str, Any]) -> bool:
     """Return whether the run took all the steps that it wanted to record after a save."""
     return bool(note["steps"] == note["wanted"])
@@ -112,7 +117,8 @@ def _follow(asked: argparse.Namespace) -> list[Verdict]:
         ended = found.store.backend.holder() is None
         valid = [each.checkpoint for each in newest_first(found.conditions) if each.checkpoint is not None]
         known = {each.key: notes.read(found.store, each) for each in valid if each.key not in done}
-        ready = [each for each in valid if (note := known.get(each.key)) and "verdict" not in note]
+        open_ = [each for each in valid if (note := known.get(each.key)) and "verdict" not in note]
+        ready = [each for each in open_ if _has_steps(found.store, each)]
         if ready and (ended or not asked.after_run):
             done[ready[0].key] = _prove(asked, found.store, ready[0])
         elif ended:
