@@ -216,6 +216,7 @@ class Checkpointer(core.Checkpointer):
             _made("retention", "logged_metrics.LoggedMetrics"),
             None if self._reads_only else _made("recovery", "emergency_saver.EmergencySaver"),
             *(self._calls, self._preemption, tiering, self._quarantine, observer),
+            _made("retention", "weights_after.WeightsAfter", keep.weights_after if isinstance(keep, Keep) else None),
         ]
         sharding = _made("replicas", "shares.ReplicaShards", replicas.verify_every, replicas.share)
         schedule = _schedule("checkpoint.every", every, failure, in_tier=False)

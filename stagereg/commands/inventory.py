@@ -25,7 +25,7 @@ from stagereg.checkpoint.store.foreign import TORCH
 from stagereg.checkpoint.store.located import Located, conditions, located, newest_first
 from stagereg.checkpoint.store.open_store import open_store
 from stagereg.commands.arguments import add_command
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, listed
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,13 +60,14 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         passed = "valid" if asked.verify else "not verified"
         stays = [kept[each.name]] if each.name in kept else []
         stays += [f"being read by {lease.owner}" for lease in readers.get(each.name, ()) if not lease.is_over()]
-        lacks = each.manifest.lacks if each.manifest is not None else ""
+        lacks, dropped = (each.manifest.lacks, each.manifest.dropped) if each.manifest is not None else ("", [])
         inexact = f"not exact: lacks {lacks}" if lacks else ""
+        small = f"weights only, without {listed(dropped)}" if dropped else ""
         proofs = [one.verdict_of(found.store, each) for one in providers("notes")]
-        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), *proofs, str(each), inexact)))
+        why = "; ".join(filter(None, (str(crashes.get(each.path, "")), *proofs, str(each), inexact, small)))
         entries.append(_entry(each, passed) | {"why": why, "latest": is_latest, "kept": "; ".join(stays)})
     for path in [] if found.one else found.store.leftovers():
-        unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "exact", "storage"))
+        unknown = dict.fromkeys(("time", "bytes", "ranks", "lost", "exact", "dropped", "storage"))
         state = "leftover of a killed run" if owner is None else "being written"
         step = step_within(path.rpartition("/")[2])
         entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False, "kept": ""})
@@ -164,6 +165,7 @@ def _entry(each: VerificationResult, passed: str) -> dict[str, Any]:
         "ranks": (manifest and manifest.world_size) or None,
         "lost": manifest and [int(rank) for rank in manifest.lost],
         "exact": manifest and not manifest.lacks,
+        "dropped": manifest and manifest.dropped,
         "storage": manifest and manifest.storage,
         "state": bad if each.damages else passed,
         "damages": [{"file": name, "what": what} for name, what in each.damages.items()],

@@ -40,6 +40,7 @@ def test_each_checkpoint_is_described(tmp_path: Path, command: Command) -> None:
         "ranks": 4,
         "lost": [],
         "exact": True,
+        "dropped": [],
         "storage": "dcp",
         "latest": True,
         "kept": "",
@@ -65,6 +66,15 @@ def test_a_checkpoint_that_is_not_exact_is_called_so(tmp_path: Path, command: Co
         "latest; not exact: lacks random numbers of rank 1",
     ]
     assert "exact" not in oldest
+
+
+def test_dropped_entries_are_listed(tmp_path: Path, command: Command) -> None:
+    save(tmp_path, 100, 200)
+    path = path_of(tmp_path, 100) / "manifest.json"
+    path.write_text(dataclasses.replace(Manifest.loads(path.read_bytes()), dropped=["adam", "sgd"]).dumps())
+    newest, oldest = command("ls", tmp_path, "--json").json["checkpoints"]
+    assert (newest["dropped"], oldest["dropped"]) == ([], ["adam", "sgd"])
+    assert command("ls", tmp_path).out.splitlines()[4].endswith("  weights only, without adam, sgd")
 
 
 def test_a_person_gets_a_line_for_each(tmp_path: Path, command: Command) -> None:

@@ -58,6 +58,7 @@ class Manifest:
         metrics: the metrics that rank 0 logged before the save; not compared by ``==``, because they may be NaN.
         lost: in an emergency save, the names of missing or inexact values of each failed rank.
         command: the key of the command that saved the checkpoint (:func:`.command_key`); empty if unknown.
+        dropped: the names of the optimizers' entries that ``checkpoint.keep.weights_after`` has dropped.
     """
 
     step: int
@@ -69,6 +70,7 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
     lost: dict[str, list[str]] = field(default_factory=dict)
     command: str = ""
+    dropped: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +90,7 @@ class Manifest:
     def dumps(self) -> str:
         """Return the text of ``manifest.json``, with the CRC-32 of the other fields as compact, sorted JSON."""
         data = {"format": _FORMAT, **asdict(self), "metrics": metrics_to_json(self.metrics)}
-        for name in ("metrics", "lost", "command"):
+        for name in ("metrics", "lost", "command", "dropped"):
             if not data[name]:
                 del data[name]
         checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
@@ -131,6 +133,7 @@ class Manifest:
             metrics=metrics_from_json(data.get("metrics", {})),
             lost=_lost(data.get("lost", {}), _whole(data, "world_size", least=1)),
             command=command,
+            dropped=_names("dropped", data.get("dropped", [])),
         )
         if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
             raise ValueError("the manifest was changed after it was written: the CRC-32 or the text differs")
@@ -202,13 +205,14 @@ def now() -> int:
 
 
 def _lost(data: Any, world_size: int) -> dict[str, list[str]]:
-    if not isinstance(data, dict) or not all(isinstance(each, list) for each in data.values()):
-        raise ValueError("the field 'lost' is not a mapping of ranks to lists")
-    numbers = [decimal(rank) for rank in data]
-    if None in numbers or not all(isinstance(x, str) and is_name(x) for names in data.values() for x in names):
-        raise ValueError("the field 'lost' does not map numbers of ranks to names")
-    if not all(number is not None and number < world_size for number in numbers):
-        raise ValueError(f"the field 'lost' has a rank >= the world size {world_size}")
+    if not isinstance(data, dict) or not all(n is not None and n < world_size for n in map(decimal, data)):
+        raise ValueError(f"the field 'lost' is not a mapping of ranks below the world size {world_size} to lists")
+    return {rank: _names("lost", names) for rank, names in data.items()}
+
+
+def _names(field: str, data: Any) -> list[str]:
+    if not isinstance(data, list) or not all(isinstance(each, str) and is_name(each) for each in data):
+        raise ValueError(f"the field {field!r} does not have a list of names")
     return data
 
 

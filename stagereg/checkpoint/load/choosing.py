@@ -26,8 +26,8 @@ RESUME = ("auto", "latest", "never")  # values of `resume` other than the path o
 
 _log = logging.getLogger(__name__)
 
-NOT_EXACT = "not exact"
-"""The status of a checkpoint that was saved without the state of a failed rank."""
+NOT_EXACT, WEIGHTS_ONLY = "not exact", "weights only"
+"""The status of a checkpoint that was saved without the state of a failed rank, or that retention has made smaller."""
 
 
 def without_inexact(listed: Sequence[Candidate], resume: str) -> list[Candidate]:
@@ -79,7 +79,7 @@ def warn_of_inexact(chosen: Checkpoint, seeded: Sequence[Seeded | None], names: 
 def warn_of_skipped(skipped: Sequence[Candidate], ranks: RankGroup) -> None:
     """Log on rank 0 which checkpoints were skipped as invalid. :func:`log_fallback` reports inexact checkpoints."""
     for each in skipped if ranks.rank == 0 else ():
-        if each.word != NOT_EXACT:
+        if each.word not in (NOT_EXACT, WEIGHTS_ONLY):
             hints = "".join(f"\n  {why.hint}" for why in each.rejections if why.hint)
             _log.warning("%s is %s and was skipped:\n%s%s", each.path, each.word, _indented(each), hints)
 
@@ -120,14 +120,15 @@ def nothing_good(root: str, skipped: Sequence[Candidate]) -> CheckpointError:
     reasons = sorted((why for each in skipped for why in each.rejections), key=lambda why: why.word == NOT_EXACT)
     how = "".join(dict.fromkeys(why.advice for why in reasons))
     put_back = "Restore the missing files, or " if "corrupt" in words else "Otherwise "
-    good, command = ("exact", "ls") if words == {NOT_EXACT} else ("valid", "verify")
+    known = {NOT_EXACT: ("exact", "ls"), WEIGHTS_ONLY: ("whole", "ls")}
+    good, command = known.get(" ".join(words), ("valid", "verify"))
     text = (
         f"There are checkpoints in {root}, but none of them is {good}:\n"
         f"{every}\n{how}No step was taken, because starting from scratch would abandon the run. {put_back}start from "
         f"scratch with {option('checkpoint.resume', 'never')}. `stagereg {command} {shlex.quote(root)}` lists the "
         "checkpoints again."
     )
-    return CheckpointError(text) if good == "exact" else CorruptCheckpointError(text)
+    return CheckpointError(text) if command == "ls" else CorruptCheckpointError(text)
 
 
 def not_that_one(resume: str, damaged: Candidate) -> CorruptCheckpointError:

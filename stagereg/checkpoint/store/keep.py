@@ -54,6 +54,8 @@ class Keep:
         direction: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
         budget: maximum total size of all retained checkpoints, such as ``"500GiB"``; the oldest are deleted first. The
             newest is retained even if it alone is larger. During a save, the disk needs space for one more checkpoint.
+        weights_after: number of newest retained checkpoints that stay whole. Older ones lose the entries of optimizers,
+            in the background, and keep all other entries. A run that restores an optimizer refuses them.
 
     Raises:
         ConfigError: a value is invalid.
@@ -65,10 +67,12 @@ class Keep:
     metric: str | None = None
     direction: Literal["min", "max"] = "min"
     budget: ByteSize | None = None
+    weights_after: int | None = None
 
     def __post_init__(self) -> None:
         at_least(1, option("checkpoint.keep.newest"), self.newest)
         at_least(1, option("checkpoint.keep.every"), 1 if self.every is None else self.every)
+        at_least(1, option("checkpoint.keep.weights_after"), 1 if self.weights_after is None else self.weights_after)
         at_least(0, option("checkpoint.keep.best"), self.best)
         one_of(option("checkpoint.keep.direction"), self.direction, ("min", "max"))
         if bool(self.best) != bool(self.metric) or not isinstance(self.metric, (str, type(None))):
@@ -76,8 +80,9 @@ class Keep:
                 f"{option('checkpoint.keep.best')} and {option('checkpoint.keep.metric')} must be given together "
                 f"(rank 0 logs the metric with stagereg.log), got best={self.best!r} and metric={self.metric!r}."
             )
-        if self.best and not has("retention"):  # only this extension records metrics in checkpoints
-            raise ConfigError(f"{option('checkpoint.keep.best', str(self.best))} {needs('retention')}")
+        for name, value in (("best", self.best), ("weights_after", self.weights_after)):
+            if value and not has("retention"):  # only this extension records metrics in checkpoints, and rewrites them
+                raise ConfigError(f"{option(f'checkpoint.keep.{name}', value)} {needs('retention')}")
         if self.budget is not None:
             object.__setattr__(self, "budget", ByteSize(self.budget))
 

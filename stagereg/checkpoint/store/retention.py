@@ -69,7 +69,7 @@ class Retention:
         if not self._backend.in_place and made.name != plain_name(made.name):
             self._again.add(made.manifest.step)
         self._why, old = self._choose(before, made, keep)
-        return [*self._remove(before, old), VerificationResult(made.path, made.manifest)]
+        return [*self.remove(before, old), VerificationResult(made.path, made.manifest)]
 
     def use_plain_names(self, there: list[VerificationResult]) -> dict[str, str]:
         """Rename steps that were saved again to ``step-N``, if the name is free. Return the new paths by old path.
@@ -91,7 +91,7 @@ class Retention:
                     failpoint("repointed")
                 named.append(VerificationResult(each.path, each.manifest))
                 plain[each.path] = path
-        self._remove(named, plain)
+        self.remove(named, plain)
         self._why = {plain.get(path, path): text for path, text in self._why.items()}
         self._explain()
         return plain
@@ -101,7 +101,7 @@ class Retention:
         if self._again:
             lock.check()
             found = [each for each in conditions(self._backend) if each.step in self._again]
-            self.use_plain_names(self._remove(found, _replaced(found, self.trusted(found))))
+            self.use_plain_names(self.remove(found, _replaced(found, self.trusted(found))))
             self.clear()
 
     def clear(self) -> None:
@@ -134,7 +134,7 @@ class Retention:
         old = {each.path for each in counted} - why.keys() | replaced
         return why | dict.fromkeys(spared, "earlier run"), old
 
-    def _remove(self, before: list[VerificationResult], old: Collection[str]) -> list[VerificationResult]:
+    def remove(self, before: list[VerificationResult], old: Collection[str]) -> list[VerificationResult]:
         """Hide the checkpoints in ``before`` with a path in ``old``, unless they are being read. Return all others."""
         if not old:
             return before

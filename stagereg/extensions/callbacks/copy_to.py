@@ -13,13 +13,14 @@ import hashlib
 import os
 from itertools import takewhile
 
+from stagereg.base.option_text import option
 from stagereg.checkpoint.format.damage import WHOLE
 from stagereg.checkpoint.format.manifest import MANIFEST, Checkpoint, FileDigest, Manifest
 from stagereg.checkpoint.storage.aligned import AlignedFile, make_buffers
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.keep import Keep, KeepRule
 from stagereg.checkpoint.store.open_store import backend_of, open_parent_store, open_store
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 from stagereg.registry import register
 
@@ -38,11 +39,14 @@ class CopyTo:
             component of the kind ``keep``.
 
     Raises:
-        ConfigError: fsspec does not support the protocol of the URL, or the package for it is not installed.
+        ConfigError: fsspec does not support the protocol of the URL, or the package for it is not installed; or
+            ``keep`` has ``weights_after``.
     """
 
     def __init__(self, dir: str, keep: int | Keep | KeepRule = Keep()) -> None:  # noqa: B008  # it cannot change
         self.dir, self.keep = dir, Keep.of(keep)
+        if isinstance(keep, Keep) and keep.weights_after is not None:
+            raise ConfigError(f"copy_to does not support {option('checkpoint.keep.weights_after')}: copies stay whole.")
         open_store(dir)
 
     def committed(self, checkpoint: CommittedCheckpoint) -> None:
@@ -55,8 +59,8 @@ class CopyTo:
         source, target = open_parent_store(checkpoint.path), open_store(self.dir)
         failed: list[CheckpointError] = []
         with target.lock():
-            there = [_identity(one.manifest) for one in target.checkpoints()[0]]
-            missing = [*takewhile(lambda one: _identity(one.manifest) not in there, source.checkpoints()[0])]
+            there = target.checkpoints()[0]
+            missing = [*takewhile(lambda one: not any(_is_copy(each, one) for each in there), source.checkpoints()[0])]
             wanted = self.keep.select(missing, {one.path: one.manifest.metrics for one in missing})
             copies = {one.path: _place(one, target) for one in missing if one.path in wanted}
             target.sweep(but=copies.values())
@@ -86,9 +90,10 @@ class CopyTo:
         target.retention.clear()
 
 
-def _identity(manifest: Manifest) -> tuple[object, ...]:
-    """Return a key that a checkpoint shares only with its copies."""
-    return manifest.step, manifest.world_size, manifest.storage, tuple(sorted(manifest.files.items()))
+def _is_copy(copy: Checkpoint, one: Checkpoint) -> bool:
+    """Return whether ``copy`` is a copy of ``one``, perhaps from before retention dropped the optimizer of ``one``."""
+    there, here = ((each.manifest.step, each.manifest.world_size, each.manifest.storage) for each in (copy, one))
+    return there == here and (copy.manifest.files == one.manifest.files or bool(one.manifest.dropped))
 
 
 def _place(one: Checkpoint, target: CheckpointStore) -> str:

@@ -1,1 +1,1 @@
-"""Retention by metric: select the checkpoints to retain by their logged metrics."""
+"""Retention by logged metrics, and checkpoints that lose their optimizer state when they are older."""

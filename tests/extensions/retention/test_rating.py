@@ -31,6 +31,8 @@ def test_a_rule_by_metric_is_refused_without_the_extension(tmp_path: Path, monke
     line = "best=.* needs stagereg/extensions/retention, which is missing in this installation"
     with pytest.raises(ConfigError, match=line):
         Keep(best=1, metric="loss")
+    with pytest.raises(ConfigError, match=r"weights_after=2.* needs stagereg/extensions/retention"):
+        Keep(weights_after=2)
     copies = {"_target_": "stagereg.extensions.callbacks.copy_to.CopyTo", "dir": str(tmp_path / "copies")}
     config = {"_target_": "stagereg.assembly.Checkpointer", "dir": str(tmp_path / "run")}
     given = OmegaConf.create({**config, "on_commit": {"copies": {**copies, "keep": {"best": 1, "metric": "loss"}}}})
