@@ -100,7 +100,7 @@ def _rows(store: CheckpointStore, checkpoint: Checkpoint, note: Mapping[str, Any
 
 
 def _has_steps(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
-    note = notes.read(store, checkpoint)
+    note = {} if checkpoint.manifest.dropped else notes.read(store, checkpoint)
     return bool(note) and any(len(rows) > 2 for rows in _rows(store, checkpoint, note).values())
 
 
