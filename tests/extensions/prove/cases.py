@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,7 @@ FAULTS = {
     "step repeated": faulty("schedule", "repeat"),
     "step skipped": faulty("schedule", "skip"),
     "optimizer state swapped": faulty("layers", "swapped"),
+    "optimizer state swapped if latest": faulty("layers", "latest"),
     "average not restored": faulty("ema", "unrestored"),
     "average not saved": faulty("ema", "unsaved"),
     "copied average not saved": faulty("ema", "unsaved", "--kind=copy"),
@@ -152,6 +155,33 @@ HEALTHY = {
 }
 
 
-def mostly_slow(names: Iterable[str], *quick: str) -> list[Any]:
-    """Return the parameters of a test, of which only those in ``quick`` run in the default tier."""
-    return [each if each in quick else pytest.param(each, marks=pytest.mark.slow) for each in names]
+def mostly_slow(names: Iterable[str], *quick: str, wrong: Mapping[str, str] = {}) -> list[Any]:
+    """Return the parameters of a test, of which only those in ``quick`` run in the default tier.
+
+    The test of a name in ``wrong`` must fail, for the reason given there.
+    """
+    marks = {name: [] if name in quick else [pytest.mark.slow] for name in names}
+    for name, reason in wrong.items():
+        marks[name].append(pytest.mark.xfail(reason=reason, strict=True))
+    return [pytest.param(name, marks=each) for name, each in marks.items()]
+
+
+def record(case: Case, root: Path) -> None:
+    """Run a program for twelve steps, with saves at steps 4, 8 and 12; start it again if it was killed."""
+    code = case.run(root, 12)
+    if code == -signal.SIGKILL:
+        code = case.run(root, 12)
+    assert code == 0
+
+
+def prove(case: Case, root: Path, step: int = 8) -> tuple[int, Any]:
+    """Run ``stagereg prove`` on the checkpoint of a step. Return its exit code and the part of the JSON."""
+    program = case.command(*case.line(root, 12), ranks=case.resumed_ranks)
+    command = [sys.executable, "-m", "stagereg", "prove", f"{root}/step-{step:08d}", "--json", "--", *program]
+    environment = {**os.environ, **ONE_THREAD}
+    done = subprocess.run(
+        command, cwd=root.parent, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    print(done.stdout, done.stderr)
+    [found] = json.loads(done.stdout)["checkpoints"]
+    return done.returncode, found

@@ -10,9 +10,7 @@ import torch
 
 import stagereg
 
-OPTIONS: dict[str, Any] = {"every": 4, "keep": 3}
-if hasattr(stagereg, "Prove"):
-    OPTIONS["prove"] = stagereg.Prove(steps=3)
+OPTIONS: dict[str, Any] = {"every": 4, "keep": 3, "prove": stagereg.Prove(steps=3)}
 
 
 def arguments(*faults: str, **choices: list[str]) -> argparse.Namespace:

@@ -1,8 +1,11 @@
 """A trainer class that saves its optimizer by the positions of parameters, for a model of twelve equal layers.
 
 Fault ``swapped``: a resumed run passes the parameters to the optimizer in the alphabetical order of their names, in
-which layer 10 precedes layer 2. So layers get the momentum of other layers.
+which layer 10 precedes layer 2. So layers get the momentum of other layers. Fault ``latest`` is the same in a program
+that asks the checkpointer, not the directory, whether it resumes.
 """
+
+from pathlib import Path
 
 import torch
 from common import OPTIONS, arguments, write_results
@@ -17,7 +20,9 @@ class Trainer:
         self.model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(12)))
         self.checkpointer = stagereg.Checkpointer(args.dir, **OPTIONS)
         named = list(self.model.named_parameters())
-        if args.fault == "swapped" and self.checkpointer.latest is not None:
+        exists = Path(args.dir, "latest").exists()
+        resumes = {"swapped": exists, "latest": self.checkpointer.latest is not None}
+        if resumes.get(args.fault):
             named.sort()
         self.optimizer = torch.optim.AdamW([parameter for _, parameter in named], lr=0.01)
         self.start = self.checkpointer.restore({"model": self.model, "trainer": self}) or 0
@@ -39,7 +44,7 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    args = arguments("swapped")
+    args = arguments("swapped", "latest")
     trainer = Trainer(args)
     trainer.train(args.steps)
     write_results(args, model=trainer.model)
