@@ -453,6 +453,7 @@ KNOWN = {
         "commands/child",
         "commands/proving",
         "extensions/buckets/object_store",
+        "extensions/callbacks/prove",
         "extensions/interop/export",
         "integrations/transformers",
     ],

@@ -20,13 +20,7 @@ from stagereg.extensions.prove.recording import ACCUMULATED
 BOUND = 1e-3  # largest relative difference of a norm on another number of ranks
 _STATE = seen.SCALE, seen.SCHEDULE, seen.GRADIENT, seen.OPTIMIZER, seen.PARAMETER, seen.BUFFER
 _REST = seen.VALUE, seen.LOSS, seen.VARIABLE
-_AT_START = (
-    seen.STEP,
-    seen.RANDOM,
-    seen.DATA,
-    *_STATE,
-    *_REST,
-)  # kinds in the order in which one difference causes another
+_AT_START = seen.STEP, seen.RANDOM, seen.DATA, *_STATE, *_REST  # in the order in which one difference causes another
 _IN_STEPS = seen.STEP, seen.DATA, seen.RANDOM, *_STATE, *_REST
 _MISSING, ENDED = "missing", "the program took no such step"
 Ranks = Mapping[int, Sequence[Snapshot]]
@@ -77,9 +71,8 @@ def _in_parts(recorded: Ranks, tried: Ranks) -> Iterator[Difference]:
                 if other == _MISSING and (not (at or tried[rank][1]) or (OUTSIDE in key)):  # not defined yet
                     continue
                 decides = kind not in (seen.LOSS, seen.VARIABLE) and (kind != seen.VALUE or isinstance(value, list))
-                decides &= (
-                    kind != seen.SCHEDULE or OUTSIDE not in key or ".last_epoch" in key
-                )  # others may be constructed
+                # Other options of a scheduler outside the state may be constructed.
+                decides &= kind != seen.SCHEDULE or OUTSIDE not in key or ".last_epoch" in key
                 decides &= kind != seen.RANDOM or key in used
                 yield Difference(at, rank, kind, name, value, other, decides)
 
@@ -179,10 +172,9 @@ def explain(differences: Sequence[Difference], recorded: Ranks, facts: Sequence[
         ahead = same[0][0] - first.row
         far = f"{abs(ahead)} batch{'es' * (abs(ahead) > 1)} too far"
         return f"the data is {far} {'ahead: the loader had prefetched them' if ahead > 0 else 'back'} at the restore."
-    for _, rank, other in (
-        each for each in same if each[0] == first.row and first.kind not in (seen.STEP, seen.SCHEDULE)
-    ):
-        return f"{name} has the value that {other} of rank {rank} had in the run."
+    here = [each for each in same if each[0] == first.row and first.kind not in (seen.STEP, seen.SCHEDULE)]
+    if here:
+        return f"{name} has the value that {here[0][2]} of rank {here[0][1]} had in the run."
     if first.kind == seen.GRADIENT:
         accumulates = any(row.get("step: optimizer steps") == 0 for rows in recorded.values() for row in rows)
         lost = next((each.expected for each in differences if each.name == ACCUMULATED and each.found == 0), 0)

@@ -47,9 +47,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = add_command(commands, "prove", text, prove, _MORE)
     parser.add_argument("directory", help="path or URL of a checkpoint directory, or of one checkpoint")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--latest", action="store_true", help="prove the newest checkpoint with recorded steps (default)"
-    )
+    text = "prove the newest checkpoint with recorded steps (default)"
+    which.add_argument("--latest", action="store_true", help=text)
     which.add_argument("--all", action="store_true", help="prove each checkpoint with recorded steps")
     text = "prove each checkpoint as soon as its steps are recorded, until the run ends"
     which.add_argument("--follow", action="store_true", help=text)
@@ -116,8 +115,7 @@ def _follow(asked: argparse.Namespace) -> list[Verdict]:
         found = located(asked.directory, empty=True)
         ended = found.store.backend.holder() is None
         valid = [each.checkpoint for each in newest_first(found.conditions) if each.checkpoint is not None]
-        known = {each.key: notes.read(found.store, each) for each in valid if each.key not in done}
-        open_ = [each for each in valid if (note := known.get(each.key)) and "verdict" not in note]
+        open_ = [each for each in valid if each.key not in done and "verdict" not in notes.read(found.store, each)]
         ready = [each for each in open_ if _has_steps(found.store, each)]
         if ready and (ended or not asked.after_run):
             done[ready[0].key] = _prove(asked, found.store, ready[0])
@@ -218,13 +216,11 @@ def _judge(
     others = [each for each in verdict.differences if not each.refutes and each.kind != LOSS]  # a consequence
     names = [f"{each.kind}: {each.name}" for each in others if each.found != str(verdict.checkpoint.manifest.step)]
     if first is not None and names:
-        verdict.remarks.append(
-            f"Other values differ too, and may be the cause: {'; '.join(dict.fromkeys(names))[:300]}."
-        )
+        shown = "; ".join(dict.fromkeys(names))[:300]
+        verdict.remarks.append(f"Other values differ too, and may be the cause: {shown}.")
     elif unused := [each.name for each in others if each.kind == RANDOM]:
-        verdict.remarks.append(
-            f"Random numbers that these steps did not use differ: {', '.join(dict.fromkeys(unused))}."
-        )
+        shown = ", ".join(dict.fromkeys(unused))
+        verdict.remarks.append(f"Random numbers that these steps did not use differ: {shown}.")
 
 
 def _end(code: int | None, limit_s: float, scratch: str) -> str:
@@ -246,15 +242,9 @@ def _run(command: Sequence[str], scratch: str, limit_s: float, results: Sequence
     from stagereg.extensions.prove.recording import ENVIRONMENT
 
     variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    how: Any = {"env": {**variables, ENVIRONMENT: f"{scratch}/task.json"}, "start_new_session": True}
     with Path(scratch, "printed").open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            env={**variables, ENVIRONMENT: f"{scratch}/task.json"},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **how)
     until = time.monotonic() + limit_s
     try:
         while process.poll() is None and time.monotonic() < until:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
+import fcntl
 import os
 import re
 import shlex
 import subprocess
 import sys
+from datetime import timedelta
+from typing import Any
 
 from stagereg.base.small_files import open_regular
-from stagereg.errors import ConfigError
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.extensions.callbacks.on_commit import CommittedCheckpoint
 from stagereg.registry import register
+
+_OF_RANKS = re.compile(r"(STAGEREG|TORCHELASTIC|MASTER)_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$")
 
 
 @register("on_commit", "prove")
@@ -32,36 +37,39 @@ class StartProofs:
     """
 
     def __init__(
-        self,
-        host: str | None = None,
-        after_run: bool = True,
-        timeout: datetime.timedelta = datetime.timedelta(minutes=20),
+        self, host: str | None = None, after_run: bool = True, timeout: timedelta = timedelta(minutes=20)
     ) -> None:
-        if host is not None and not re.fullmatch(r"\w[\w.@-]*", host):
+        if not (host is None or (isinstance(host, str) and re.fullmatch(r"\w[\w.@-]*", host))):
             raise ConfigError(f"on_commit/prove: host must be the name of a host, not {host!r:.100}")
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        ranks, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+        started = "TORCHELASTIC_RUN_ID" in os.environ or ranks != (here if "STAGEREG_LAUNCHER" in os.environ else "1")
+        hydra = getattr(sys.modules.get("hydra.core.hydra_config"), "HydraConfig", None)
+        job = hydra.get() if hydra is not None and hydra.initialized() else None
+        started |= job is not None and str(job.mode).endswith("MULTIRUN")
+        if started or "multiprocessing" in "".join(sys.orig_argv[1:3]):
             raise ConfigError(
-                "on_commit/prove cannot repeat torchrun's command. Run `stagereg prove --follow` instead."
+                "on_commit/prove cannot repeat the command of this process: torchrun, multiprocessing, a sweep or "
+                "several machines started it. Run `stagereg prove DIR --follow --after-run -- COMMAND` instead."
             )
-        self._host = host
+        self._host, self._folder = host, os.getcwd() if job is None else job.runtime.cwd
         self._process: subprocess.Popen[bytes] | None = None
-        wait = ["--after-run"] * after_run
-        self._options = ["--follow", *wait, "--timeout", f"{timeout.total_seconds():g}"]
+        self._options = ["--follow", *["--after-run"] * after_run, "--timeout", f"{timeout.total_seconds():g}"]
 
     def committed(self, checkpoint: CommittedCheckpoint, /) -> None:
-        """Start the process after the first checkpoint."""
-        if self._process is not None:
-            return
+        """Start the process after the first checkpoint. Later, raise ``CheckpointError`` if it has failed."""
         root = str(checkpoint.path).rpartition("/")[0]
-        command = [sys.executable, "-m", "stagereg", "prove", root, *self._options, "--", *sys.orig_argv]
+        log = os.devnull if (is_remote := "://" in root) else f"{root}/proofs.log"
+        if self._process is not None:
+            if self._process.poll():
+                raise CheckpointError(f"`stagereg prove` exited with code {self._process.returncode}. See {log}")
+            return
+        options = "prove", root, *self._options, "--", sys.executable, *sys.orig_argv[1:]
+        command = [sys.executable, "-u", "-m", "stagereg", *options]
         if self._host is not None:
-            command = ["ssh", self._host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"]
-        log = os.devnull if "://" in root else f"{root}/proofs.log"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        file = os.open(log, flags) if log == os.devnull else open_regular(log, flags)
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-            )
-        finally:
-            os.close(file)
+            command = ["ssh", self._host, f"cd {shlex.quote(self._folder)} && exec {shlex.join(command)}"]
+        how: Any = {"cwd": self._folder, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        how["env"] = {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
+        with open(log, "ab", opener=None if is_remote else open_regular) as out, contextlib.suppress(BlockingIOError):
+            if not is_remote:  # the process has the lock until it exits, and also proves a restarted run
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._process = subprocess.Popen(command, stdout=out, stderr=out, **how)

@@ -42,11 +42,8 @@ class ShellCommand:
         Raises:
             CheckpointError: the command exited with a nonzero code, or was killed after ``timeout``.
         """
-        told = {
-            "STAGEREG_STEP": str(checkpoint.step),
-            "STAGEREG_CHECKPOINT": str(checkpoint.path),
-            "STAGEREG_METRICS": json.dumps(metrics_to_json(checkpoint.metrics)),
-        }
+        told = {"STAGEREG_STEP": str(checkpoint.step), "STAGEREG_CHECKPOINT": str(checkpoint.path)}
+        told["STAGEREG_METRICS"] = json.dumps(metrics_to_json(checkpoint.metrics))
         # A separate process group, so that the command can be killed with its children.
         process = subprocess.Popen(
             self.command, shell=True, env={**os.environ, **told}, stdin=subprocess.DEVNULL, process_group=0

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stagereg.base.small_files import read_small
 from stagereg.checkpoint.format.damage import VerificationResult
 from stagereg.checkpoint.format.manifest import Checkpoint, step_name, step_within
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -21,6 +22,9 @@ from stagereg.errors import MALFORMED, printable
 PROVEN, REFUTED, NOT_TRIED = "proven", "refuted", "not tried"
 _FOLDER = "proofs"
 _STAGED = ".stagereg"  # the directory in which the adapters write checkpoints
+_MOST_BYTES = 1 << 20  # maximum size of a file without a rank
+_FACTS = {"run": str, "key": str, "ranks": int, "steps": int, "wanted": int, "number": int, "hydra": bool}
+_FACTS |= dict.fromkeys(("torch", "stagereg", "device", "verdict", "why"), str)
 
 
 def write(store: CheckpointStore, step: int, content: dict[str, Any], rank: int | None = None) -> None:
@@ -33,8 +37,17 @@ def write(store: CheckpointStore, step: int, content: dict[str, Any], rank: int 
 def read(store: CheckpointStore, checkpoint: Checkpoint, rank: int | None = None) -> dict[str, Any]:
     """Read a file; an empty dict if it is missing or invalid, or belongs to an earlier save of the same step."""
     try:
-        found = json.loads(store.backend.read(f"{_folder(store)}/{_name(checkpoint.manifest.step, rank)}"))
-        return dict(found) if rank is not None or found["key"] == checkpoint.key else {}
+        path = f"{_folder(store)}/{_name(checkpoint.manifest.step, rank)}"
+        whole = rank is not None or store.backend.remote
+        found = json.loads(store.backend.read(path) if whole else read_small(path, _MOST_BYTES))
+        if rank is not None:
+            return found if all(type(row) is dict for row in found["rows"]) else {}
+        facts = {"verdict": NOT_TRIED, "why": ""} | found
+        valid = all(type(facts[name]) is kind for name, kind in _FACTS.items()) and facts["key"] == checkpoint.key
+        valid &= (
+            facts["verdict"] in (PROVEN, REFUTED, NOT_TRIED) and 0 < facts["ranks"] <= checkpoint.manifest.world_size
+        )
+        return found if valid else {}
     except (OSError, *MALFORMED):
         return {}
 
@@ -56,7 +69,7 @@ def verdict_of(store: CheckpointStore, each: VerificationResult) -> str:
     """Return the verdict about a checkpoint for ``stagereg ls``; empty if no steps were recorded after the save."""
     found = {} if each.checkpoint is None else read(store, each.checkpoint)
     verdict = str(found.get("verdict", NOT_TRIED)) if found else ""
-    return printable(f"{verdict} by {found['why']}" if verdict == REFUTED else verdict, lines=False)
+    return printable(f"{verdict} by {found.get('why')}" if verdict == REFUTED else verdict, lines=False)
 
 
 def _folder(store: CheckpointStore) -> str:

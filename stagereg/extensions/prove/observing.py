@@ -159,9 +159,8 @@ def snapshot(state: Mapping[str, Any], values: Mapping[str, Any]) -> Snapshot:
             inner: Any = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer has one
             own = (inner if isinstance(inner, Optimizer) else optimizer).state
             for param in (each for each in group["params"] if each in own):
-                _add(
-                    found, OPTIMIZER, _inside(name, names.setdefault(id(param), f"parameter {len(names)}")), own[param]
-                )
+                at = names.setdefault(id(param), f"parameter {len(names)}")
+                _add(found, OPTIMIZER, _inside(name, at), own[param])
         if not (modules_of(value) or optimizers or is_generator(value) or is_position(value)):
             is_scaler = type(value).__name__.endswith("GradScaler")
             plain = VARIABLE if name not in state and isinstance(value, _PLAIN) else VALUE

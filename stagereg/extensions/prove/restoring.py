@@ -17,13 +17,15 @@ class RefutedCheckpoints(RestoreExtension):
 
     def restoring(self, request: RestoreRequest, candidate: Candidate) -> None:
         if request.ranks.rank == 0 and candidate.checkpoint is not None:
-            store = open_parent_store(candidate.path)
-            if notes.verdict_of(store, candidate.found).startswith(notes.REFUTED):
-                proven = [x.path for x in store.checkpoints()[0] if notes.read(store, x).get("verdict") == notes.PROVEN]
-                other = f" Resume from a proven one with {option('checkpoint.resume', proven[0])}." if proven else ""
-                why = notes.read(store, candidate.checkpoint)["why"]
-                text = "stagereg: %s is refuted: a run that resumed from it differed from this run in %s.%s"
-                _log.warning(text, candidate.path, why, other)
+            own = open_parent_store(candidate.path) if request.is_path else request.store  # a tier copies checkpoints
+            verdict = notes.verdict_of(own, candidate.found)
+            if verdict.startswith(notes.REFUTED):
+                whole = [each for each in own.checkpoints()[0] if not each.manifest.dropped]
+                proven = [each.path for each in whole if notes.read(own, each).get("verdict") == notes.PROVEN]
+                use = [option("checkpoint.resume", each) if request.own else f'source="{each}"' for each in proven[:1]]
+                other = f" Resume from a proven one with {use[0]}." if use else ""
+                text = "stagereg: %s is %s: a run that resumed from it differed from this run.%s"
+                _log.warning(text, candidate.path, verdict, other)
 
 
 EXTENSIONS = (RefutedCheckpoints,)

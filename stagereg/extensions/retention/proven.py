@@ -27,11 +27,9 @@ class KeepProven:
 
     def select(self, checkpoints: list[Checkpoint], metrics: Mapping[str, Mapping[str, float]], /) -> dict[str, str]:
         """Return the paths of the checkpoints to retain, each with a reason."""
-        store = open_parent_store(checkpoints[0].path)
+        store = open_parent_store(checkpoints[0].path if checkpoints else ".")
         looked = [VerificationResult(each.path, each.manifest) for each in checkpoints]
         verdicts = {each.path: "".join(one.verdict_of(store, each) for one in providers("notes")) for each in looked}
-        not_refuted = [
-            each for each in verdicts if each == checkpoints[0].path or not verdicts[each].startswith("refuted")
-        ]
+        lasting = [path for at, path in enumerate(verdicts) if at == 0 or not verdicts[path].startswith("refuted")]
         proven = [path for path in verdicts if verdicts[path] == "proven"][: self.proven]
-        return dict.fromkeys(proven, "proven") | dict.fromkeys(not_refuted[: self.newest], "newest")
+        return dict.fromkeys(proven, "proven") | dict.fromkeys(lasting[: self.newest], "newest")
