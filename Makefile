@@ -23,7 +23,7 @@ WITH_FRAMEWORKS := tests/integrations tests/benchmarks/test_integrations.py test
 AZURITE := azurite@3.35.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train plot test test-core test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu gpu-quick slurm dist check format clean
+.PHONY: train plot test test-core test-all frameworks stores docs nightly bench-endurance bench-join bench-noticing bench-proofs bench-replicas bench-restore bench-strangers bench-tiers bench-write bench-integrations fuzz scale gpu gpu-quick slurm dist check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -60,7 +60,7 @@ nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, 
 		"other versions" "PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(BIN)/python -m nox"
 
 # With ARGS="--help", and so on.
-bench-endurance bench-join bench-noticing bench-replicas bench-restore bench-strangers bench-tiers bench-write: bench-%: $(VENV)/.ready  ## what the project measures to prove itself
+bench-endurance bench-join bench-noticing bench-proofs bench-replicas bench-restore bench-strangers bench-tiers bench-write: bench-%: $(VENV)/.ready  ## what the project measures to prove itself
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$*.py $(ARGS)
 
 bench-integrations: $(FRAMEWORKS)/.ready  ## what a checkpoint costs, saved by each trainer itself and through stagereg

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from stagereg.base.spec import suggests_arguments
 from stagereg.checkpoint.options import Failure, Restore, expect_duration, expect_flag
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.keep import Keep, KeepRule
+from stagereg.checkpoint.store.open_store import path_or_url
 from stagereg.checkpoint.targets import Schedule
 from stagereg.config.no_tier import NoTier
 from stagereg.errors import ConfigError, at_least
@@ -229,6 +231,13 @@ class Checkpointer(core.Checkpointer):
     def save(self, step: int, state: MutableMapping[str, Any], everywhere: bool = False) -> None:
         if not self._reads_only:
             super().save(step, state, everywhere)
+
+    @property
+    def latest(self) -> Path | str | None:
+        """The newest committed checkpoint, or ``None``; in a proof, the checkpoint that the proof restores."""
+        if self._reads_only:
+            return None if self.observer.checkpoint == "never" else path_or_url(self.observer.checkpoint)
+        return super().latest
 
     @property
     def preemption(self) -> PreemptionConsensus | None:

@@ -49,7 +49,13 @@ def compare(recorded: Ranks, tried: Ranks, same_size: bool) -> list[Difference]:
         later = {each[1:4] for each in found if each.row and each.refutes}
         # A difference at the start that the first step removes, such as a buffer that DDP broadcasts, changes nothing.
         found = [each._replace(refutes=each.refutes and (each.row > 0 or each[1:4] in later)) for each in found]
-    return sorted(found, key=lambda each: (not each.refutes, each.row, _order(each), each.rank))
+    return sorted(
+        found, key=lambda each: (not each.refutes, not _is_other_step(each), each.row, _order(each), each.rank)
+    )
+
+
+def _is_other_step(each: Difference) -> bool:
+    return each.kind == seen.STEP and each.name == "step" and each.found != ENDED  # explains all other differences
 
 
 def _order(each: Difference) -> tuple[bool, int]:
@@ -58,7 +64,12 @@ def _order(each: Difference) -> tuple[bool, int]:
 
 def _in_parts(recorded: Ranks, tried: Ranks) -> Iterator[Difference]:
     for rank, (saved, *rows) in recorded.items():
-        used = {key for key in saved if any(key in row and row[key] != saved[key] for row in rows)}
+        used = {
+            key
+            for first in (saved, rows[0])
+            for key in first
+            if any(row.get(key, first[key]) != first[key] for row in rows)
+        }
         for at, row in enumerate(rows):
             if at + 1 >= len(tried[rank]):
                 yield Difference(at, rank, seen.STEP, "step", row["step: step"], ENDED, True)
@@ -73,7 +84,7 @@ def _in_parts(recorded: Ranks, tried: Ranks) -> Iterator[Difference]:
                 decides = kind not in (seen.LOSS, seen.VARIABLE) and (kind != seen.VALUE or isinstance(value, list))
                 # Other options of a scheduler outside the state may be constructed.
                 decides &= kind != seen.SCHEDULE or OUTSIDE not in key or ".last_epoch" in key
-                decides &= kind != seen.RANDOM or key in used
+                decides &= key in used or not (kind == seen.RANDOM or (kind == seen.VALUE and OUTSIDE in key))
                 yield Difference(at, rank, kind, name, value, other, decides)
 
 
@@ -151,8 +162,6 @@ def explain(differences: Sequence[Difference], recorded: Ranks, facts: Sequence[
     name, expected, found = first.name.replace(OUTSIDE, ""), first.expected, first.found
     if name.endswith(TIED):
         return f"{name.removesuffix(TIED)} no longer shares memory with {expected}. Tie them after the restore."
-    if name != first.name:
-        return f"{name} is not in the state. Add it to the state that is saved and restored."
     if found == ENDED:
         return "the program ends earlier than the run did. Start it with the same number of steps."
     if name == "optimizer steps":
@@ -175,6 +184,10 @@ def explain(differences: Sequence[Difference], recorded: Ranks, facts: Sequence[
     here = [each for each in same if each[0] == first.row and first.kind not in (seen.STEP, seen.SCHEDULE)]
     if here:
         return f"{name} has the value that {here[0][2]} of rank {here[0][1]} had in the run."
+    if name != first.name:
+        return f"{name} is not in the state. Add it to the state that is saved and restored."
+    if found == _MISSING:
+        return f"{name} does not exist in the resumed run: it is not restored, or it is frozen or unused there."
     if first.kind == seen.GRADIENT:
         accumulates = any(row.get("step: optimizer steps") == 0 for rows in recorded.values() for row in rows)
         lost = next((each.expected for each in differences if each.name == ACCUMULATED and each.found == 0), 0)

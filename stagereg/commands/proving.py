@@ -31,6 +31,7 @@ from stagereg.commands.arguments import above_zero, add_command
 from stagereg.errors import CheckpointError, ConfigError, StageregError, name_ranks, reason
 
 _POLL_S = 2.0  # seconds between two listings of a directory that is followed
+_EXIT_S = 20.0  # seconds in which a program that has taken its steps must exit
 _GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL
 _ROWS = 8  # maximum number of differences in a table
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -163,7 +164,9 @@ def _prove(asked: argparse.Namespace, store: CheckpointStore, checkpoint: Checkp
             more = [f"nproc={asked.nproc}"] * bool(asked.nproc) + [f"hydra.run.dir={scratch}/run"] * note["hydra"]
             code = _run([*asked.command, *more], scratch, asked.timeout, [f"rank{rank}.json" for rank in recorded])
             results = {int(each.stem[4:]): json.loads(each.read_text()) for each in Path(scratch).glob("rank*.json")}
-            failed = code and any(len(each["rows"]) < len(recorded.get(rank, ())) for rank, each in results.items())
+            failed = code != 0 and any(
+                len(each["rows"]) < len(recorded.get(rank, ())) for rank, each in results.items()
+            )
             if results and not failed:
                 _judge(verdict, note, recorded, results)
             else:
@@ -250,7 +253,7 @@ def _run(command: Sequence[str], scratch: str, limit_s: float, results: Sequence
         while process.poll() is None and time.monotonic() < until:
             output.progress(f"running {' '.join(command)[:60]}")
             if results and all(Path(scratch, name).exists() for name in results):
-                until = min(until, time.monotonic() + _GRACE_S)
+                until = min(until, time.monotonic() + _EXIT_S)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.1)
         return process.poll()

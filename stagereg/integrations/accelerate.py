@@ -143,8 +143,8 @@ class _Attached:
         _refuse_arguments("save_state", kwargs | ({} if safe_serialization else {"safe_serialization": False}))
         where = self._where(None if self._automatic else output_dir)
         if is_proof():
-            if self._asks:
-                self._proofs.maybe_save(self._project.iteration, self._state())
+            if self._asks and (proof := self._proofs.checkpointer) is not None:
+                proof.maybe_save(self._project.iteration, self._state())
             self._project.iteration += 1
         else:
             self._requests.post(where)
@@ -207,8 +207,10 @@ class _Attached:
         for each in [*self._open]:  # Another Accelerator of this process may still be writing the checkpoint.
             each._wait()
         source, ours = self._agreed(lambda: _sought(where, input_dir is None, self._has_tier))
-        if is_proof():
-            source, ours = self._proofs.checkpoint(), True
+        for observer in self._proofs.observers:
+            observer.drop()  # the next steps do not follow an earlier save
+        if (proven := self._proofs.checkpoint(where)) is not None:
+            source, ours = proven, True
         if source is None:
             raise ConfigError(f"There is no checkpoint in {where}.")
         if not ours:
@@ -217,7 +219,9 @@ class _Attached:
         else:
             _refuse_arguments("load_state", kwargs | ({"load_kwargs": load_kwargs} if load_kwargs else {}))
             state = self._state()
-            step = self._restore(state, None if self._has_tier and input_dir is None else source)
+            proof = None if proven is None else self._proofs.checkpointer
+            own = None if self._has_tier and input_dir is None else source
+            step = proof.restore(state) if proof else self._restore(state, own)
             if step is None:
                 raise CheckpointError(f"There is no complete checkpoint in {source}.")
             self._accelerator.step = state["accelerator"]["step"]
@@ -231,8 +235,6 @@ class _Attached:
         self._goes_on = True
 
     def _restore(self, state: dict[str, Any], source: str | None) -> int | None:
-        if is_proof():
-            return self._proofs.restore(state)
         if self._checkpointer is not None and (self._named is None or self._named.is_open):
             return self._checkpointer.restore(state, source)
         assert source is not None  # source is None only with a tier, which always has a Checkpointer

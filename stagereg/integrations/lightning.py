@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -173,7 +174,7 @@ class StageregCheckpointIO(CheckpointIO):
     def choose(self, path: str | Path, verify: bool = True) -> str | None:
         """Return the directory of a valid checkpoint, or ``None`` if Lightning itself wrote ``path``. Collective."""
         NamedCheckpoints.wait_for_all(self.agree)
-        path = self.proofs.checkpoint() if is_proof() else path
+        path = self.proofs.checkpoint(os.path.abspath(path)) or path
         verify = verify and self._options.get("restore", Restore()).verify == "full"
         return self.agree(lambda: choose(str(path), verify))
 

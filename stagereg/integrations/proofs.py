@@ -6,8 +6,10 @@ started), the adapters restore the checkpoint of the proof, and do not save or d
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from stagereg.assembly import Checkpointer
@@ -25,7 +27,7 @@ class Proofs:
     """The observers of one trainer: one for each checkpointer of a run, or one for the checkpoint of a proof.
 
     ``options``: options of the trainer's checkpointers. ``ends_at_forward``: whether a step ends when a forward follows
-    an optimizer step; otherwise the trainer calls :meth:`end_step`.
+    an optimizer step; otherwise the trainer calls :meth:`end_step`. ``checkpointer``: restores the proof's checkpoint.
     """
 
     def __init__(self, options: Mapping[str, Any], ends_at_forward: bool = False) -> None:
@@ -33,7 +35,7 @@ class Proofs:
         self._ends_at_forward = ends_at_forward
         self._objects: Mapping[str, Any] | None = None
         self.observers: list[Any] = []
-        self._checkpointer: Checkpointer | None = None  # restores the checkpoint of a proof
+        self.checkpointer: Checkpointer | None = None
 
     def add(self, checkpointer: Checkpointer) -> None:
         """Report the following steps to the observer of a checkpointer, if it has one."""
@@ -44,19 +46,19 @@ class Proofs:
             if self._objects is not None:
                 observer.observe(self._objects, hooked=False)
 
-    def checkpoint(self) -> str:
-        """Return the path of the checkpoint that this proof restores. Collective."""
-        if self._checkpointer is None:
-            self._checkpointer = Checkpointer("proof", resume="never", save_last=False, **self._options)
-            self.add(self._checkpointer)
-            self._checkpointer.resume = self.observers[0].claim()
-        return self._checkpointer.resume
-
-    def restore(self, state: MutableMapping[str, Any]) -> int | None:
-        """Restore the checkpoint of this proof, and observe the following steps. Collective."""
-        self.checkpoint()
-        assert self._checkpointer is not None
-        return self._checkpointer.restore(state)
+    def checkpoint(self, path: str) -> str | None:
+        """Return the checkpoint of this proof; ``None`` without a proof, or in another parent directory. Collective."""
+        if not is_proof():
+            return None
+        asked = json.loads(Path(os.environ[_ENVIRONMENT]).read_text())["checkpoint"]
+        parent = os.path.dirname(path if "://" in path else os.path.realpath(path))
+        if not asked.startswith(f"{parent}/"):  # another trainer of the program loads
+            return None
+        if self.checkpointer is None:
+            self.checkpointer = Checkpointer("proof", resume="never", save_last=False, **self._options)
+            self.add(self.checkpointer)
+            self.checkpointer.resume = self.observers[0].claim()
+        return self.checkpointer.resume
 
     def observe(self, objects: Mapping[str, Any]) -> None:
         """Observe ``objects`` instead of saved states, and the batches that the trainer passes to :meth:`batch`."""
@@ -78,13 +80,8 @@ class Proofs:
         for each in self.observers:
             each.next_step()
 
-    def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> None:
-        """End the step ``step`` of a proof."""
-        if self._checkpointer is not None:
-            self._checkpointer.maybe_save(step, state)
-
     def close(self) -> None:
         """Write the results of a proof, if the trainer has ended before all steps. Collective."""
         self.observers.clear()
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        if self.checkpointer is not None:
+            self.checkpointer.close()

@@ -223,6 +223,8 @@ def values_of(state: Mapping[str, Any]) -> dict[str, Any]:
             variables += [(f"{frame.f_code.co_name}().{name}", value) for name, value in _locals(frame).items()]
             variables += [*frame.f_globals.items()][:_MOST_VALUES]
         frame = frame.f_back
+    loaders = [value for _, value in variables if isinstance(value, DataLoader)]  # the batches show their generators
+    known |= {id(each) for one in loaders for each in (one.generator, getattr(one.sampler, "generator", None))}
     variables = [pair for pair in variables if id(pair[1]) not in known]
     for name, value in (*((name, value) for name, value in found.items() if modules_of(value)), *variables):
         for path, each in _parts(name, value):
@@ -251,9 +253,6 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             if (type(module).__module__ or "").partition(".")[0] != "torch":
                 path = f"{name}.{inner}".rstrip(".")
                 yield from ((f"{path}.{key}", each) for key, each in vars(module).items() if key != "training")
-    elif isinstance(value, DataLoader):
-        yield f"{name}.generator", value.generator
-        yield f"{name}.sampler.generator", getattr(value.sampler, "generator", None)
     elif not isinstance(value, type):
         file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
         if file is not None and _is_program(file):

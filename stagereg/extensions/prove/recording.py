@@ -289,18 +289,20 @@ class Trial(Observer):
     def __init__(self, task: Mapping[str, Any], number: int) -> None:
         super().__init__(task["most"], number)
         self._task, self._is_it = SimpleNamespace(**task), number == task["number"]
+        self.checkpoint = ""  # the checkpoint that this checkpointer restores; ``"never"``: none
 
     def replaced(self, dir: str | None, resume: str) -> tuple[str, str]:
         """Return ``dir`` and ``resume`` for a checkpointer that restores the checkpoint, and writes only to scratch."""
         if not self._is_it and resume in ("auto", "latest") and dir is not None:
             same = open_store(dir).look(f"{dir}/{step_name(self._task.step)}").checkpoint or open_store(dir).latest()
             resume = "never" if same is None else same.path
-        return f"{self._task.scratch}/checkpoints-{self.number}", self._task.checkpoint if self._is_it else resume
+        self.checkpoint = self._task.checkpoint if self._is_it else resume
+        return f"{self._task.scratch}/checkpoints-{self.number}", self.checkpoint
 
     def claim(self) -> str:
         """Make this checkpointer restore the checkpoint of the proof, and return the checkpoint's path."""
-        self._is_it = True
-        return str(self._task.checkpoint)
+        self._is_it, self.checkpoint = True, str(self._task.checkpoint)
+        return self.checkpoint
 
     def restored(self, request: RestoreRequest, candidate: Candidate | None) -> None:
         if self._is_it and request.own and candidate is not None:
@@ -317,21 +319,21 @@ class Trial(Observer):
         return int(self._task.steps[str(ranks.rank)]) if ranks.size == self._task.ranks else self.steps
 
     def over(self, window: Window) -> None:
-        """Write the results of this rank. A rank that has taken all steps then ends without the program's own exit."""
+        """Write the results of this rank. If it has taken all steps, end it without the program's own exit."""
         ranks, scratch = self.setup.ranks, Path(self._task.scratch)
         part = scratch / f"rank{ranks.rank}.part"
         part.write_text(json.dumps({"rows": window.rows, **about(ranks.size)}))
         part.rename(part.with_suffix(".json"))
         same = ranks.size == self._task.ranks
         awaited = [rank for rank in range(ranks.size) if not same or self._task.steps[str(rank)]]
-        is_last = len(window.ends) == self.steps  # a rank with fewer steps must still take part in a join
+        if len(window.ends) < self.steps:  # the program ends, or this rank must still take part in a join
+            return
         files, until = [scratch / f"rank{each}.json" for each in awaited], time.monotonic() + _WAIT_S
-        while is_last and time.monotonic() < until and not all(each.exists() for each in files):
+        while time.monotonic() < until and not all(each.exists() for each in files):
             time.sleep(0.02)
-        if is_last or all(each.exists() for each in files):
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
-            os._exit(0)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(0)
 
     def close(self, in_time: bool) -> None:
         self.has_left = True

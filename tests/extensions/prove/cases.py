@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,15 +155,9 @@ HEALTHY = {
 }
 
 
-def mostly_slow(names: Iterable[str], *quick: str, wrong: Mapping[str, str] = {}) -> list[Any]:
-    """Return the parameters of a test, of which only those in ``quick`` run in the default tier.
-
-    The test of a name in ``wrong`` must fail, for the reason given there.
-    """
-    marks = {name: [] if name in quick else [pytest.mark.slow] for name in names}
-    for name, reason in wrong.items():
-        marks[name].append(pytest.mark.xfail(reason=reason, strict=True))
-    return [pytest.param(name, marks=each) for name, each in marks.items()]
+def mostly_slow(names: Iterable[str], *quick: str) -> list[Any]:
+    """Return the parameters of a test, of which only those in ``quick`` run in the default tier."""
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
 
 
 def record(case: Case, root: Path) -> None:
