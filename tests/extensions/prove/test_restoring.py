@@ -20,7 +20,7 @@ from ...support.noted import note
 
 
 def warned(caplog: Any) -> list[str]:
-    return [each.getMessage() for each in caplog.records if "refuted" in each.getMessage()]
+    return [each.getMessage() for each in caplog.records if " refuted by " in each.getMessage()]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def warnings_of(rank: int, size: int, root: str) -> list[str]:
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("stagereg").addHandler(handler)
     restored(root)
-    return [text for text in found if "refuted" in text]
+    return [text for text in found if " refuted by " in text]
 
 
 def test_only_rank_0_warns(run: Path) -> None:
