@@ -21,6 +21,7 @@ TESTS = ("base", "kernel", "config", "stagers", "join", "checkpoint", "launch", 
 QUICK = (
     *("kernel", "test_registry.py", "config/test_instantiate.py", "checkpoint/test_checkpointer.py"),
     *(
+        "base/test_many_tensors.py",
         "checkpoint/test_dispatch.py",
         "checkpoint/promises/test_exact_resume.py",
         "checkpoint/ranks",
