@@ -183,9 +183,11 @@ def explain(differences: Sequence[Difference], recorded: Ranks, facts: Sequence[
         return f"the data is {far} {'ahead: the loader had prefetched them' if ahead > 0 else 'back'} at the restore."
     here = [each for each in same if each[0] == first.row and first.kind not in (seen.STEP, seen.SCHEDULE)]
     if here:
-        return f"{name} has the value that {here[0][2]} of rank {here[0][1]} had in the run."
+        return f"{name} has the value that {here[0][2].replace(OUTSIDE, '')} of rank {here[0][1]} had in the run."
     if name != first.name:
         return f"{name} is not in the state. Add it to the state that is saved and restored."
+    if found == _MISSING and first.kind == seen.DATA:
+        return "no batch reaches the modules of the state: the program trains other modules."
     if found == _MISSING:
         return f"{name} does not exist in the resumed run: it is not restored, or it is frozen or unused there."
     if first.kind == seen.GRADIENT:

@@ -144,6 +144,8 @@ def snapshot(state: Mapping[str, Any], values: Mapping[str, Any]) -> Snapshot:
     names: dict[int, str] = {}  # names of parameters and buffers, by ID
     for name, value in values.items():
         for module in modules_of(value):
+            if name in state:
+                found[f"{VARIABLE}: {name}.training"] = str(module.training)
             parts: list[Any] = [(PARAMETER, *pair) for pair in module.named_parameters(remove_duplicate=False)]
             for kind, at, x in (*parts, *((BUFFER, *pair) for pair in module.named_buffers(remove_duplicate=False))):
                 path = _inside(name, plain_name(module, at))
