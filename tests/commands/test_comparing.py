@@ -79,6 +79,13 @@ def test_the_cause_comes_before_its_consequences(changes: dict[str, Any], expect
     assert named(first({0: rows()}, {0: rows(**changes)})) == expected
 
 
+def test_another_step_explains_the_differences_before_it() -> None:
+    found = first(
+        {0: rows()}, {0: rows(step0={"schedule: opt.lr": "9"}, step1={"schedule: opt.lr": "9", "step: step": 8})}
+    )
+    assert named(found) == (1, 0, "step", "step")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

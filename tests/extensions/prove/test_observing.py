@@ -124,6 +124,12 @@ def test_variables_that_are_not_in_the_state_are_found() -> None:
     assert not any("source" in name for name in values_of({"model": model, "source": source}) if OUTSIDE in name)
 
 
+def test_an_attribute_that_is_in_the_state_is_not_found_again() -> None:
+    holder = Holder()
+    names = [name for name in values_of({"noise": holder.own}) if "holder.own" in name]
+    assert names == []
+
+
 def test_looking_at_variables_keeps_no_value_alive() -> None:
     def step() -> weakref.ref[torch.Tensor]:
         large = torch.ones(3)
