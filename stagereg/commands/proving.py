@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = add_command(commands, "prove", text, prove, _MORE)
     parser.add_argument("directory", help="path or URL of a checkpoint directory, or of one checkpoint")
     which = parser.add_mutually_exclusive_group()
-    text = "prove the newest checkpoint with recorded steps (default)"
-    which.add_argument("--latest", action="store_true", help=text)
+    which.add_argument("--latest", action="store_true", help="prove the newest checkpoint with recorded steps")
     which.add_argument("--all", action="store_true", help="prove each checkpoint with recorded steps")
-    text = "prove each checkpoint as soon as its steps are recorded, until the run ends"
-    which.add_argument("--follow", action="store_true", help=text)
+    which.add_argument("--follow", action="store_true", help="prove each checkpoint during the run, until it ends")
     parser.add_argument("--after-run", action="store_true", help="with --follow: begin when the run has ended")
-    text = "override nproc of a program under stagereg.main"
-    parser.add_argument("--nproc", type=above_zero(int), default=0, metavar="N", help=text)
+    parser.add_argument("--nproc", type=above_zero(int), default=0, metavar="N", help="override nproc (stagereg.main)")
     text = "limit for one proof in seconds; default %(default)g"
     parser.add_argument("--timeout", type=above_zero(float), default=600.0, metavar="S", help=text)
     parser.add_argument("command", nargs="+", help="the program with its arguments, after --")
@@ -68,8 +65,12 @@ def prove(asked: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that the program is ended too
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+    verdicts = []
     try:
-        verdicts = _follow(asked) if asked.follow else [_prove(asked, *each) for each in _chosen(asked)]
+        for each in _follow(asked) if asked.follow else (_prove(asked, *one) for one in _chosen(asked)):
+            verdicts.append(each)
+            if not asked.json:
+                _print(each)
     except (StageregError, BrokenPipeError):
         raise
     except Exception as error:  # exit code 1 would mean that a checkpoint is refuted
@@ -109,9 +110,9 @@ def _is_whole(note: Mapping[str, Any]) -> bool:
     return bool(note["steps"] == note["wanted"])
 
 
-def _follow(asked: argparse.Namespace) -> list[Verdict]:
+def _follow(asked: argparse.Namespace) -> Iterator[Verdict]:
     """Prove recorded checkpoints that have no verdict yet, until no run holds the lock and none is left."""
-    done: dict[str, Verdict] = {}
+    done: set[str] = set()
     while True:
         found = located(asked.directory, empty=True)
         ended = found.store.backend.holder() is None
@@ -119,11 +120,11 @@ def _follow(asked: argparse.Namespace) -> list[Verdict]:
         open_ = [each for each in valid if each.key not in done and "verdict" not in notes.read(found.store, each)]
         ready = [each for each in open_ if _has_steps(found.store, each)]
         if ready and (ended or not asked.after_run):
-            done[ready[0].key] = _prove(asked, found.store, ready[0])
+            done.add(ready[0].key)
+            yield _prove(asked, found.store, ready[0])
         elif ended:
-            return [*done.values()]
-        else:
-            time.sleep(_POLL_S)
+            return
+        time.sleep(_POLL_S)
 
 
 @dataclass
@@ -147,11 +148,11 @@ def _prove(asked: argparse.Namespace, store: CheckpointStore, checkpoint: Checkp
     every = _rows(store, checkpoint, note)
     if none := [rank for rank, rows in every.items() if not rows]:
         verdict.why = f"{name_ranks(none)} recorded no steps after this save: the run failed there"
-        return _shown_by(asked, verdict)
+        return verdict
     recorded = {rank: rows for rank, rows in every.items() if len(rows) > 2}  # the others had left their loops
     if not recorded:
         verdict.why = "no rank took a step after this save"
-        return _shown_by(asked, verdict)
+        return verdict
     local = not store.backend.remote and os.access(store.root, os.W_OK)
     scratch = tempfile.mkdtemp(prefix=".prove-", dir=store.root if local else None)
     try:
@@ -181,12 +182,6 @@ def _prove(asked: argparse.Namespace, store: CheckpointStore, checkpoint: Checkp
             notes.write(store, checkpoint.manifest.step, note | more_facts)
         except OSError as error:
             verdict.remarks.append(f"The verdict could not be recorded: {error}")
-    return _shown_by(asked, verdict)
-
-
-def _shown_by(asked: argparse.Namespace, verdict: Verdict) -> Verdict:
-    if not asked.json:
-        _print(verdict)
     return verdict
 
 
@@ -194,7 +189,7 @@ def _judge(
     verdict: Verdict, note: Mapping[str, Any], recorded: Mapping[int, Any], results: Mapping[int, Mapping[str, Any]]
 ) -> None:
     from stagereg.commands.comparing import compare, explain
-    from stagereg.extensions.prove.observing import LOSS, RANDOM
+    from stagereg.extensions.prove.observing import DATA, GRADIENT, LOSS, PARAMETER, RANDOM
 
     other = next(iter(results.values()))
     tried = {rank: each["rows"] for rank, each in results.items()}
@@ -205,6 +200,13 @@ def _judge(
         tried = {rank: tried[rank] for rank in recorded}
     else:
         verdict.remarks.append(_COMPARED)
+    found = {key: value for rows in recorded.values() for row in rows for key, value in row.items()}
+    if not any(isinstance(value, list) for value in found.values()):
+        verdict.why = "the run recorded no tensors: its state has neither modules nor tensors"
+        return
+    kinds = {key.partition(":")[0] for key in found if key != "data: count"}
+    if lacking := [kind for kind in (DATA, GRADIENT, PARAMETER) if kind not in kinds]:
+        verdict.remarks.append(f"Not recorded, so not compared: {', '.join(lacking)}.")
     verdict.differences = compare(recorded, tried, same_size)
     verdict.steps = max(map(len, tried.values())) - 2
     if not _is_whole(note):
@@ -219,11 +221,9 @@ def _judge(
     others = [each for each in verdict.differences if not each.refutes and each.kind != LOSS]  # a consequence
     names = [f"{each.kind}: {each.name}" for each in others if each.found != str(verdict.checkpoint.manifest.step)]
     if first is not None and names:
-        shown = "; ".join(dict.fromkeys(names))[:300]
-        verdict.remarks.append(f"Other values differ too, and may be the cause: {shown}.")
+        verdict.remarks.append(f"These differ too, perhaps the cause: {'; '.join(dict.fromkeys(names))[:300]}.")
     elif unused := [each.name for each in others if each.kind == RANDOM]:
-        shown = ", ".join(dict.fromkeys(unused))
-        verdict.remarks.append(f"Random numbers that these steps did not use differ: {shown}.")
+        verdict.remarks.append(f"Different, but not used in these steps: {', '.join(dict.fromkeys(unused))}.")
 
 
 def _end(code: int | None, limit_s: float, scratch: str) -> str:

@@ -197,3 +197,21 @@ def test_a_rank_without_a_record_prevents_a_verdict(tmp_path: Path) -> None:
     assert program.prove("healthy").found["step"] == 4
     proof = program.prove("healthy", "--all")
     assert [proof.code, proof.found["step"]] == [0, 4]
+
+
+def test_a_run_without_tensors_is_not_called_proven(tmp_path: Path) -> None:
+    program = (
+        "import stagereg\n"
+        "with stagereg.Checkpointer('run', every=4, prove=stagereg.Prove(steps=3)) as checkpointer:\n"
+        "    state = {'count': 0}\n"
+        "    for step in range((checkpointer.restore(state) or 0) + 1, 9):\n"
+        "        state['count'] += 1\n"
+        "        checkpointer.maybe_save(step, state)\n"
+    )
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "train.py"]
+    how: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": LIMIT_S}
+    subprocess.run(command, check=True, **how)
+    done = subprocess.run([sys.executable, "-m", "stagereg", "prove", "run", "--", *command], check=False, **how)
+    assert done.returncode == 2
+    assert "the run recorded no tensors" in done.stdout

@@ -94,7 +94,7 @@ def _note(notes: Mapping[str, dict[str, Any]], path: str, x: torch.Tensor, param
         strides = torch.empty_like(x, device="meta").stride()  # strides without gaps and overlaps
         if strides != torch.empty(x.shape, dtype=x.dtype, device="meta").stride():
             notes[_STRIDES][path] = [*strides]
-    inferred = None if x.shape == param.shape else REPLICATED if x.ndim == param.ndim > 1 else PLAIN  # by a restore
+    inferred = None if x.shape == param.shape else REPLICATED if x.ndim == param.ndim > 1 else PLAIN  # in a restore
     if isinstance(param, DTensor) and (placed := _placed(x, param)) != inferred:
         notes[_PLACED][path] = placed
 

@@ -208,7 +208,7 @@ class Recorder(Observer):
 
     def __init__(self, steps: int, number: int) -> None:
         super().__init__(steps, number)
-        self._windows: dict[int, Window] = {}  # by step, until the record is complete
+        self._windows: dict[int, Window] = {}  # incomplete records, by step
         self._threads: list[threading.Thread] = []
 
     def begin_save(self, step: int, state: Mapping[str, Any] | None, targets: Sequence[SaveTarget]) -> None:

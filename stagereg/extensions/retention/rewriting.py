@@ -47,7 +47,7 @@ class WeightsCopy:
     def __init__(self, store: CheckpointStore, whole: Checkpoint, written: str, is_stopped: Callable[[], bool]) -> None:
         self._store, self._whole, self._written, self._is_stopped = store, whole, written, is_stopped
         self._files: dict[str, FileDigest] = {}
-        self._moved: dict[str, dict[range, int]] = {}  # by file: the new offset of each range that was copied
+        self._moved: dict[str, dict[range, int]] = {}  # new offset of each copied range, by file
 
     def write(self) -> Manifest:
         """Write the copy, make it durable and read it back. Return its manifest.
